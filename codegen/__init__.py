@@ -1,0 +1,1 @@
+"""kdagen: generated Triton kernels for Kimi Delta Attention."""

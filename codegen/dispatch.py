@@ -1,0 +1,203 @@
+"""From a Spec, a load and a device to the schedule that runs: a table read, never a measurement.
+
+The order is the one of docs/dispatch.md:
+ 1. pinned: ``with kdagen.pin(...)`` or KDAGEN_PIN;
+ 2. the fresh rows of exactly this Spec that fit the device and are no quirk;
+ 3. among them: same product and SM count, then same architecture; nearest Triton minor; nearest load, at most two
+    octaves away; then the name;
+ 4. the family's default.
+Ops keep what ``pick`` answers in a ``memo``, so the hot path is one lookup of a plain tuple.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import NamedTuple
+
+from kdagen import devices, families, files, loader, quirks, table
+from kdagen.errors import Unsupported, refuse
+from kdagen.spec import Problem, Schedule, Spec, Target, Variant, parse
+
+MAX_OCTAVES = 2
+
+
+class Choice(NamedTuple):
+    """What runs: the variant's file, the whole schedule, and how it was chosen (pinned, exact, near, arch, default)."""
+
+    variant: Variant
+    schedule: Schedule
+    how: str
+
+    @property
+    def module(self) -> ModuleType:
+        return loader.load(self.variant)
+
+
+class Verdict(NamedTuple):
+    """One line of ``explain``: a schedule, its row if it has one, and why it won or lost."""
+
+    schedule: Schedule
+    row: table.Row | None
+    rank: int | None
+    why: str
+
+
+_pins: dict[str, Schedule] = {}
+_memos: dict[str, dict] = {}
+
+
+def memo(name: str) -> dict:
+    """A dictionary that an op may fill with its Choices; emptied whenever a pin or a table changes."""
+    return _memos.setdefault(name, {})
+
+
+def reset() -> None:
+    """Forget all that was read: tables, manifests, memos. For tests, and after tables changed on disk."""
+    for one in _memos.values():
+        one.clear()
+    rows_for.cache_clear()
+    loader.committed.cache_clear()
+    loader.load.cache_clear()
+    _environment_pins.cache_clear()
+
+
+@cache
+def triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def rows_for(arch: str) -> tuple[table.Row, ...]:
+    """All rows of all tables of an architecture, bad lines logged once and passed over."""
+    skipped: list[str] = []
+    rows = [row for path in sorted((files.generated_dir() / "tuned").glob(f"{arch}-*.jsonl"))
+            for row in table.read(path, skipped=skipped)]
+    for message in skipped:
+        loader.warn_once(f"skipped a tuned row: {message}")
+    return tuple(rows)
+
+
+@contextmanager
+def pin(variant: str, *, warps: int | None = None, stages: int | None = None) -> Iterator[None]:
+    """Run this variant, wherever its Spec is asked for, inside the ``with`` block. Process-wide; for experiments."""
+    chosen = parse(variant)
+    key, before = chosen.spec.name, dict(_pins)
+    _pins[key] = _complete(chosen, warps, stages)
+    _clear_memos()
+    try:
+        yield
+    finally:
+        _pins.clear()
+        _pins.update(before)
+        _clear_memos()
+
+
+def _clear_memos() -> None:
+    for one in _memos.values():
+        one.clear()
+
+
+def _complete(variant: Variant, warps: int | None, stages: int | None) -> Schedule:
+    default = families.get(variant.spec.family).default(variant.spec)
+    baked = variant.schedule
+    return Schedule(baked.blocks, warps or default.warps, stages or default.stages, baked.form)
+
+
+@cache
+def _environment_pins(value: str) -> dict[str, Schedule]:
+    """KDAGEN_PIN: comma-separated ``variant`` or ``variant:w4:s2``."""
+    pins = {}
+    for item in filter(None, value.split(",")):
+        name, *options = item.strip().split(":")
+        sizes = {option[0]: int(option[1:]) for option in options if option[:1] in "ws" and option[1:].isdigit()}
+        if len(sizes) != len(options):
+            refuse("KDAGEN_PIN", repr(item), "VARIANT or VARIANT:w4:s2, as `kdagen list` prints variants")
+        variant = parse(name)
+        pins[variant.spec.name] = _complete(variant, sizes.get("w"), sizes.get("s"))
+    return pins
+
+
+def pinned(spec: Spec) -> Schedule | None:
+    return _pins.get(spec.name) or _environment_pins(os.environ.get("KDAGEN_PIN", "")).get(spec.name)
+
+
+def unfit(spec: Spec, schedule: Schedule, target: Target) -> str | None:
+    """Why a schedule may not run on a target: the family's limits, then the quirks."""
+    return (families.get(spec.family).supports(spec, schedule, target)
+            or quirks.reason(spec, schedule, target, triton_version()))
+
+
+def rank(spec: Spec, load: tuple[int, int], target: Target, rows: tuple[table.Row, ...]) -> list[Verdict]:
+    """Every row of the Spec with its verdict; the usable ones first, best first. Independent of the rows' order."""
+    want, usable, lost = table.bucket(load), [], []
+    for row in rows:
+        if row.spec != spec:
+            continue
+        distance = max(abs(a - b) for a, b in zip(row.load, want))
+        if table.is_stale(row):
+            lost.append(Verdict(row.schedule, row, None, "stale: the templates changed since it was measured"))
+        elif distance > MAX_OCTAVES:
+            lost.append(Verdict(row.schedule, row, None, f"load {distance} octaves away"))
+        elif reason := unfit(spec, row.schedule, target):
+            lost.append(Verdict(row.schedule, row, None, reason))
+        else:
+            same = row.env.get("slug") == target.slug and row.env.get("sms") == target.sms
+            a, b = table.triton_minor(row.env.get("triton", "")), table.triton_minor(triton_version())
+            apart = abs(a[0] - b[0]) * 100 + abs(a[1] - b[1])
+            usable.append(((not same, apart, distance, row.variant, row.warps, row.stages, row.us), row))
+    ranked = []
+    for number, (order, row) in enumerate(sorted(usable, key=lambda pair: pair[0])):
+        how = "arch" if order[0] else "exact" if order[2] == 0 else "near"
+        ranked.append(Verdict(row.schedule, row, number, how))
+    return ranked + sorted(lost, key=lambda verdict: verdict.row)
+
+
+def pick(spec: Spec, problem: Problem, target: Target) -> Choice:
+    """The Choice for a Spec and load on a target. Deterministic: the same on every rank with equal ``digest()``."""
+    family = families.get(spec.family)
+    chosen = pinned(spec)
+    if chosen:
+        reason = unfit(spec, chosen, target)
+        if reason:
+            refuse(f"the pinned schedule {chosen.name} of {spec.name}", reason, "a schedule that fits the device",
+                   "Remove the pin, or see `kdagen explain`.", kind=Unsupported)
+        return Choice(Variant(spec, chosen.source_key), chosen, "pinned")
+    if loader.mode() != "default":
+        ranked = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
+        if ranked and ranked[0].rank == 0:
+            return Choice(Variant(spec, ranked[0].schedule.source_key), ranked[0].schedule, ranked[0].why)
+    default = family.default(spec, target, problem)
+    reason = unfit(spec, default, target)
+    if reason:
+        refuse(f"Spec {spec.name}", reason, f"a Spec that family {spec.family} supports on {target.slug} ({target.arch})",
+               f"Run: kdagen explain {spec.family} --device {target.slug}", kind=Unsupported)
+    return Choice(Variant(spec, default.source_key), default, "default")
+
+
+def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[Verdict]]:
+    """What ``pick`` answers, and every row and default with its rank or the reason why it lost."""
+    family = families.get(spec.family)
+    verdicts = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
+    default = family.default(spec, target, problem)
+    verdicts.append(Verdict(default, None, None, unfit(spec, default, target) or "the family's default rule"))
+    return pick(spec, problem, target), verdicts
+
+
+def digest(target: Target | None = None) -> str:
+    """A hash of all that dispatch depends on; equal on every rank, or their choices may differ."""
+    target = target or devices.machine()
+    parts = [str(target), triton_version(), loader.mode(), os.environ.get("KDAGEN_PIN", ""), str(sorted(_pins.items()))]
+    root = files.generated_dir()
+    for path in [root / "MANIFEST.json", *sorted((root / "tuned").glob("*.jsonl"))]:
+        parts.append(path.read_text() if path.exists() else "")
+    parts.append(str(quirks.entries()))
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]

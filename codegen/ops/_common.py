@@ -1,0 +1,74 @@
+"""What the public ops share: registration, argument checks, the choice of path, the device guard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from kdagen.errors import ArgumentTypeError, refuse
+
+LIBRARY = torch.library.Library("kdagen", "DEF")
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+               torch.int32: "i32", torch.int64: "i64"}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def register(schema: str, implementation: Callable, fake: Callable):
+    """Define ``kdagen::<schema>`` with one implementation for every device and a fake; return the op.
+
+    Ops are defined by ``Library.define`` and ``impl``: a call through ``torch.library.custom_op`` costs three times as
+    much. Public functions call the implementation directly in eager mode, and the op under ``torch.compile``.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kdagen::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.kdagen, name).default
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its CPU interpreter (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """True where a tensor's op is a Triton launch (a GPU, or the interpreter), False where it is the CPU path."""
+    return tensor.is_cuda or interpreting()
+
+
+_NO_GUARD = nullcontext()
+
+
+def on_device(tensor: torch.Tensor):
+    """Context that makes the tensor's device the current one; free where it already is."""
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+        return _NO_GUARD
+    return torch.cuda.device(tensor.device)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes:
+        refuse(name, str(tensor.dtype), " or ".join(map(str, dtypes)), kind=ArgumentTypeError)
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        refuse(name, f"a tensor on {tensor.device}", f"one on {device}", f"Move it: {name}.to({str(device)!r}).",
+               kind=ArgumentTypeError)
+
+
+def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
+    """Refuse a tensor whose shape is not ``shape``; None stands for any size."""
+    if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
+        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+        refuse(name, f"shape {list(tensor.shape)}", f"shape {wanted}")
+
+
+def check_interpretable(dtype: torch.dtype) -> None:
+    """Refuse bf16 under the interpreter, where its arithmetic is silently wrong."""
+    if dtype == torch.bfloat16 and interpreting():
+        refuse("dtype", "torch.bfloat16 under TRITON_INTERPRET=1", "float16 or float32 (the interpreter computes bf16 wrongly)",
+               "Unset TRITON_INTERPRET for the CPU path, or cast the inputs.", kind=ArgumentTypeError)

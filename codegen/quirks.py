@@ -1,0 +1,40 @@
+"""Known-bad schedules (quirks.toml): never dispatched, never swept, shown by `kdagen explain`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from kdagen.devices import tomllib
+from kdagen.errors import CorruptFile, refuse
+from kdagen.spec import Schedule, Spec, Target
+from kdagen.table import triton_minor
+
+_FIELDS = {"family", "arch", "triton", "match", "why", "link"}
+
+
+@cache
+def entries() -> tuple[dict, ...]:
+    return tuple(read(Path(__file__).parent / "quirks.toml"))
+
+
+def read(path: Path) -> list[dict]:
+    """The entries of a quirks file, each complete, or CorruptFile."""
+    found = tomllib.loads(path.read_text()).get("quirk", [])
+    for entry in found:
+        if set(entry) != _FIELDS or len(entry["triton"]) != 2:
+            refuse(path.name, f"an entry with {', '.join(sorted(entry))}", f"exactly {', '.join(sorted(_FIELDS))}",
+                   kind=CorruptFile)
+    return found
+
+
+def reason(spec: Spec, schedule: Schedule, target: Target, triton: str, known: tuple[dict, ...] | None = None) -> str | None:
+    """Why this schedule must not run on this target with this Triton, or None."""
+    values = {"warps": schedule.warps, "stages": schedule.stages, "form": schedule.form} | schedule.block
+    for entry in entries() if known is None else known:
+        first, last = map(triton_minor, entry["triton"])
+        if (entry["family"] in ("*", spec.family) and entry["arch"] == target.arch
+                and first <= triton_minor(triton) <= last
+                and all(values.get(name) == value for name, value in entry["match"].items())):
+            return f"{entry['why']} ({entry['link']})"
+    return None

@@ -1,0 +1,1 @@
+"""Rendered kernels: ``kdagen.generated.<family>.<variant>``. Written by `kdagen render`, checked by `kdagen check`."""
