@@ -102,8 +102,7 @@ def load(variant: Variant) -> ModuleType:
         module = _import_file(f"kdagen_rendered.{variant.name}_{inputs_hash(variant)[:8]}", path)
     from kdagen.launch import accelerate
 
-    kernels = family.kernels(variant.spec, family.default(variant.spec))
-    return accelerate(module, {kernel.name for kernel in kernels if hasattr(module, kernel.name)})
+    return accelerate(module, {kernel.name for kernel in family.kernels(variant.spec, variant.schedule)})
 
 
 def _import_file(name: str, path: Path) -> ModuleType:

@@ -67,7 +67,8 @@ class Family:
         """The Specs whose default variants are under generated/: what serving uses."""
         raise NotImplementedError
 
-    def chunk_specs(self, chunk: int, *, k: int = 128, v: int = 128, dtypes: Iterable[str] = ("bf16",)) -> Iterable[Spec]:
+    def chunk_specs(self, chunk: int, *, k: int = 128, v: int = 128,
+                    dtypes: Iterable[str] = ("bf16",)) -> Iterable[Spec]:
         """The Specs that `kdagen render --chunk-size C` renders."""
         seen = set()
         for spec in self.committed():

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-
 from kdagen.errors import ArgumentTypeError, refuse
 
 LIBRARY = torch.library.Library("kdagen", "DEF")
@@ -70,5 +69,6 @@ def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
 def check_interpretable(dtype: torch.dtype) -> None:
     """Refuse bf16 under the interpreter, where its arithmetic is silently wrong."""
     if dtype == torch.bfloat16 and interpreting():
-        refuse("dtype", "torch.bfloat16 under TRITON_INTERPRET=1", "float16 or float32 (the interpreter computes bf16 wrongly)",
+        refuse("dtype", "torch.bfloat16 under TRITON_INTERPRET=1",
+               "float16 or float32 (the interpreter computes bf16 wrongly)",
                "Unset TRITON_INTERPRET for the CPU path, or cast the inputs.", kind=ArgumentTypeError)
