@@ -10,6 +10,9 @@ from kdagen.families.base import Family
 
 # One module per family, each defining FAMILY.
 NAMES: tuple[str, ...] = (
+    "conv_prefill",
+    "conv_update",
+    "recurrent",
 )
 
 
