@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import click
+
 from kdagen import files, project
 from kdagen.errors import KdagenError, refuse
 from kdagen.spec import CHUNKS, Schedule, Spec, Variant, parse
@@ -79,8 +80,7 @@ def chosen_variants(chunk_size, families_, head_dim, dtype, blocks, flags, names
     k, v = _head_dims(head_dim)
     found: list[Variant] = []
     for family in [families.get(name) for name in families_] or families.everyone():
-        # A family without a chunk, asked for by chunk size alone, has nothing of its own at that size but its committed set.
-        for spec in family.chunk_specs(chunk_size or 64, k=k, v=v, dtypes=[dtype] if dtype else ["bf16", "fp16", "fp32"]):
+        for spec in family.chunk_specs(chunk_size or 64, k=k, v=v, dtype=dtype):
             spec = _with_flags(spec, flags) if flags else spec
             if blocks:
                 found.append(Variant(spec, _with_blocks(family.default(spec), blocks).source_key))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+
 from kdagen import cli, devices, project
 from kdagen.errors import KdagenError, refuse
 from kdagen.spec import Problem
@@ -77,7 +78,7 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
     for name in names:
         family = families.get(name)
         specs = {cli._with_flags(spec, flags) if flags else spec
-                 for spec in family.chunk_specs(chunk_size, k=k, v=v, dtypes=[dtype])}
+                 for spec in family.chunk_specs(chunk_size, k=k, v=v, dtype=dtype)}
         for spec in sorted(specs):
             choice, verdicts = dispatch.explain(spec, problem, target)
             schedule = choice.schedule

@@ -18,6 +18,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.ext import Extension
 from jinja2.lexer import Token
+
 from kdagen import families, files
 from kdagen.errors import RenderError, Unsupported, refuse
 from kdagen.families.base import next_power_of_2

@@ -67,19 +67,17 @@ class Family:
         """The Specs whose default variants are under generated/: what serving uses."""
         raise NotImplementedError
 
-    def chunk_specs(self, chunk: int, *, k: int = 128, v: int = 128,
-                    dtypes: Iterable[str] = ("bf16",)) -> Iterable[Spec]:
-        """The Specs that `kdagen render --chunk-size C` renders."""
-        seen = set()
-        for spec in self.committed():
-            for dtype in dtypes if spec.dtype in ("bf16", "fp16", "fp32") else (spec.dtype,):
-                made = Spec(spec.family, chunk if self.chunked else 0, k if spec.k else 0, v if spec.v else 0, dtype, spec.flags)
-                if made not in seen:
-                    seen.add(made)
-                    yield made
+    def chunk_specs(self, chunk: int, *, k: int = 128, v: int = 128, dtype: str | None = None) -> Iterator[Spec]:
+        """The committed Specs moved to another chunk size, other head dims or another dtype, each once."""
+        floats = ("bf16", "fp16", "fp32")
+        made = dict.fromkeys(
+            Spec(spec.family, chunk if self.chunked else 0, k if spec.k else 0, v if spec.v else 0,
+                 dtype if dtype and spec.dtype in floats else spec.dtype, spec.flags)
+            for spec in self.committed())
+        yield from made
 
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
-        """Every schedule that ``default`` can return for the Spec on some target and problem (generated/ holds them all)."""
+        """Every schedule that ``default`` can return for the Spec, on any target and problem; generated/ holds them all."""
         return (self.default(spec),)
 
     def candidates(self, spec: Spec) -> Iterator[Schedule]:

@@ -1,0 +1,141 @@
+"""The `kdagen` command: exit codes, messages, the verbs that need neither torch nor triton, start-up time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from kdagen import dispatch, families, files, loader, project
+from kdagen.cli import main
+
+
+@pytest.fixture
+def kdagen(tmp_path, monkeypatch):
+    monkeypatch.setenv("KDAGEN_CACHE", str(tmp_path / "cache"))
+    dispatch.reset()
+
+    def run(*arguments, code=0):
+        result = CliRunner().invoke(main, list(arguments))
+        assert result.exit_code == code, result.output + repr(result.exception)
+        assert "Traceback" not in result.output
+        return result.output
+
+    return run
+
+
+def test_check_and_render_check_are_clean(kdagen):
+    assert "all in order" in kdagen("check")
+    assert "up to date" in kdagen("render", "--check")
+    assert kdagen("render", "--diff")
+
+
+def test_render_chunk_size_64_renders_every_family(kdagen):
+    output = kdagen("render", "--chunk-size", "64")
+    assert output.splitlines()[-1].startswith("0 written")
+
+
+@pytest.mark.parametrize("chunk", ["16", "32", "128"])
+def test_render_into_a_folder(kdagen, tmp_path, chunk):
+    out = tmp_path / "out"
+    kdagen("render", "--chunk-size", chunk, "--out", str(out))
+    rendered = project.python_files(out)
+    for family in families.everyone():
+        assert any(path.startswith(f"{family.name}/") for path in rendered)
+        if family.chunked:
+            assert any(f"__c{chunk}_" in path or f"__c{chunk}." in path for path in rendered)
+    assert "0 written" in kdagen("render", "--chunk-size", chunk, "--out", str(out))
+    victim = out / rendered[0]
+    victim.write_text("damaged\n")
+    assert "differs" in kdagen("render", "--chunk-size", chunk, "--out", str(out), "--check", code=1)
+    assert "damaged" in kdagen("render", "--chunk-size", chunk, "--out", str(out), "--diff", code=1)
+    kdagen("render", "--chunk-size", chunk, "--out", str(out))
+    stray = victim.with_name("stray__c64.py")
+    stray.write_text("")
+    assert "removed" in kdagen("render", "--chunk-size", chunk, "--out", str(out), "--prune") and not stray.exists()
+
+
+def test_a_rendered_folder_is_used_by_dispatch(kdagen, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    kdagen("render", "--chunk-size", "32", "--family", "step_tables", "--out", str(out))
+    monkeypatch.setenv("KDAGEN_VARIANT_PATH", str(out))
+    monkeypatch.setenv("KDAGEN_MODE", "strict")
+    spec = next(families.get("step_tables").chunk_specs(32))
+    module = loader.load(project.default_variants(spec)[0])
+    assert module.__file__.startswith(str(out)) and callable(module.launch)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["render", "--chunk-size", "48"], "16, 32, 64, 128"),
+    (["render", "--family", "nothing"], "step_tables"),
+    (["render", "--head-dim", "wide"], "K,V"),
+    (["render", "--block", "bv"], "bv=64"),
+    (["render", "--variant", "nothing__c64"], "family"),
+    (["render", "--chunk-size", "64", "--prune"], "--prune"),
+    (["show", "step_tables"], "kdagen list"),
+    (["compile", "--target", "sm75"], "sm90"),
+    (["explain", "step_tables", "--device", "abacus"], "h200"),
+    (["explain", "nothing", "--device", "h200"], "step_tables"),
+])
+def test_refusals_exit_2_with_a_reason(kdagen, arguments, words):
+    assert words in kdagen(*arguments, code=2)
+
+
+def test_list_and_show(kdagen):
+    listed = json.loads(kdagen("list", "--json"))
+    assert {row["variant"] for row in listed} == {v.name for v in project.committed_set()}
+    assert len(json.loads(kdagen("list", "--families", "--json"))) == len(families.NAMES)
+    name = listed[0]["variant"]
+    committed = (files.generated_dir() / project.committed_set()[0].path).read_text()
+    assert kdagen("show", name) == committed
+    mapped = kdagen("show", name, "--map").splitlines()
+    assert len(mapped) == len(committed.splitlines()) and all(".py.j2:" in line for line in mapped)
+
+
+@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize("device", ["h200", "mi300x", "sm80"])
+def test_explain_needs_no_gpu(kdagen, family, device):
+    rows = json.loads(kdagen("explain", family, "--device", device, "--json"))
+    assert any(row["why"].startswith("picked") for row in rows)
+
+
+def test_doctor_reports(kdagen):
+    rows = {row["what"]: row for row in json.loads(kdagen("doctor", "--json"))}
+    assert rows["generated/"]["verdict"] == "ok" and rows["jinja2"]["verdict"] == "ok"
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'triton', 'numpy'):
+            raise ImportError(name + ' is not installed here')
+sys.meta_path.insert(0, Block())
+from kdagen.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [
+    ["check"], ["list"], ["render", "--check"], ["render", "--chunk-size", "32", "--out", "OUT"], ["doctor"],
+    ["explain", "step_tables", "--device", "h200"], ["tuned", "status"],
+])
+def test_without_torch_and_triton(arguments, tmp_path):
+    arguments = [str(tmp_path / "out") if a == "OUT" else a for a in arguments]
+    done = subprocess.run([sys.executable, "-c", BLOCK, *arguments], capture_output=True, text=True,
+                          env=os.environ | {"KDAGEN_CACHE": str(tmp_path)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_command_line_starts_at_once():
+    """Under 0.3 s: the best of several, because two busy cores are not the command's fault."""
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "from kdagen.cli import main; main(['--help'])"], check=True,
+                       capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3, times

@@ -1,0 +1,83 @@
+"""Every generated variant compiles for every target without a GPU, fits its device, and the reports are true."""
+
+import os
+
+import pytest
+
+from kdagen import devices, families, files, project
+from kdagen.compile import Job, compile_many, default_jobs, launch_options
+
+ALL = project.committed_set()
+WORKERS = int(os.environ.get("KDAGEN_COMPILE_WORKERS", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", devices.ARCHS)
+@pytest.mark.parametrize("family", families.NAMES)
+def test_generated_variants_compile_and_fit(family, target):
+    jobs = default_jobs([v for v in ALL if v.spec.family == family], [target])
+    reports = [report for found in compile_many(jobs, workers=WORKERS) for report in found]
+    assert {r.error for r in reports} <= {""}
+    for report in reports:
+        assert report.fits(), f"{report.variant} needs {report.shared} B of shared memory on {target}"
+        assert report.registers > 0 and report.shared >= 0
+        if target == "sm90":
+            assert report.stack == 0, f"{report.variant} {report.kernel} spills: {report.stack} B of stack"
+
+
+def test_each_target_is_supported_by_some_schedule_of_every_committed_spec():
+    """A form for one architecture must not be the only form of a Spec."""
+    for target in map(devices.named, devices.ARCHS):
+        for spec in {variant.spec for variant in ALL}:
+            family = families.get(spec.family)
+            schedule = family.default(spec, target)
+            assert family.supports(spec, schedule, target) is None, (spec.name, target.arch)
+
+
+def test_default_schedules_hold_every_default():
+    """generated/ holds what `default` returns, for every target and many loads."""
+    from kdagen.spec import Problem
+
+    problems = [None, *(Problem(t, s, h) for t in (1, 64, 2048, 65536) for s in (1, 8, 256) for h in (1, 4, 12, 32, 96))]
+    for spec in {variant.spec for variant in ALL}:
+        family = families.get(spec.family)
+        files_ = {schedule.source_key for schedule in family.default_schedules(spec)}
+        for target in (None, *map(devices.named, devices.ARCHS)):
+            for problem in problems:
+                assert family.default(spec, target, problem).source_key in files_, (spec.name, target, problem)
+
+
+
+
+def test_a_compile_error_names_template_and_line(tmp_path, monkeypatch):
+    """In this process: the interpreter must be off, so only the message is made here, from Triton's own error."""
+    from triton.compiler.errors import CompilationError
+
+    from kdagen import compile as compiling
+
+    variant = ALL[0]
+    text = (files.generated_dir() / variant.path).read_text().splitlines()
+    first = next(i for i, line in enumerate(text) if line.startswith("def ") and text[i - 1].startswith(("@triton.jit", ")")))
+    source = "\n".join(text[first:first + 30])
+
+    class Node:
+        lineno, col_offset = 5, 4
+
+    error = CompilationError(source, Node, "no such thing")
+    message = compiling._explain(error, variant, files.generated_dir() / variant.path)
+    assert f"generated/{variant.path}:{first + 5}" in message and "templates/" in message and "no such thing" in message
+
+
+def test_timeouts_and_dead_workers_are_reported():
+    variant = ALL[0]
+    reports = list(compile_many([Job(variant, launch_options(variant), "sm90")], workers=1, timeout=0.0))
+    assert "not compiled within" in reports[0][0].error
+
+
+def test_fits_compares_with_known_devices():
+    from kdagen.compile import Report
+
+    report = Report("v", "k", "", "sm90", 4, 1, shared=200_000)
+    assert "h200" in report.fits()
+    assert Report("v", "k", "", "sm90", 4, 1, shared=300_000).fits() == []
+    assert Report("v", "k", "", "sm80", 4, 1, shared=200_000).fits() == []
