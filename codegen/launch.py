@@ -82,7 +82,7 @@ def _make_binder(jit: JITFunction, args: tuple, kwargs: dict):
                 key.append(name)
             values.append(name)
         elif isinstance(value, int):
-            key.append(f"{name}.bit_length() < 32")
+            key.append(f"-2147483648 <= {name} <= 2147483647")
             if not param.do_not_specialize:
                 key += [f"{name} == 1", f"{name} & 15 == 0"]
             values.append(name)

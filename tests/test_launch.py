@@ -1,0 +1,80 @@
+"""The fast launch path's keys: they tell apart everything that Triton compiles differently. No GPU needed."""
+
+import itertools
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from kdagen.launch import FastKernel, _make_binder
+
+
+def kernel(p_x, p_y, n, step, scale, BLOCK, FLAG=False):
+    """A stand-in with the shape of a jit function; it is never compiled."""
+
+
+@pytest.fixture
+def jit():
+    kernel.__annotations__ = {}
+    made = JITFunction(kernel, do_not_specialize=["n"])
+    for param in made.params:
+        if param.name.isupper():
+            param.__dict__["is_constexpr"] = True
+    return made
+
+
+def key(jit, *args, **kwargs):
+    return _make_binder(jit, args, kwargs)(0, *args, **kwargs)[0]
+
+
+def tensor(dtype=torch.float32, offset=0):
+    return torch.zeros(64, dtype=dtype)[offset:]
+
+
+def test_values_are_in_signature_order_with_pointers_as_integers(jit):
+    x, y = tensor(), tensor()
+    bind = _make_binder(jit, (x, y, 5, 7, 0.5), {"BLOCK": 16, "num_warps": 4})
+    _, values = bind(0, x, y, 5, 7, 0.5, BLOCK=16, num_warps=4)
+    assert values == (x.data_ptr(), y.data_ptr(), 5, 7, 0.5, 16, False)
+
+
+@pytest.mark.parametrize("change", [
+    dict(p_x=tensor(torch.float16)), dict(p_x=tensor(offset=1)), dict(p_y=None), dict(step=1), dict(step=16),
+    dict(step=2**40), dict(BLOCK=32), dict(FLAG=True), dict(num_warps=8), dict(num_stages=3), dict(n=2**40),
+])
+def test_what_changes_the_kernel_changes_the_key(jit, change):
+    base = dict(p_x=tensor(), p_y=tensor(), n=5, step=7, scale=0.5, BLOCK=16, num_warps=4)
+    assert key(jit, **base) != key(jit, **base | change)
+
+
+@pytest.mark.parametrize("change", [dict(n=1), dict(n=16), dict(scale=0.25), dict(step=9), dict(p_x=tensor())])
+def test_what_does_not_change_the_kernel_keeps_the_key(jit, change):
+    base = dict(p_x=tensor(), p_y=tensor(), n=5, step=7, scale=0.5, BLOCK=16, num_warps=4)
+    assert key(jit, **base) == key(jit, **base | change)
+
+
+def test_the_device_is_part_of_the_key(jit):
+    args = (tensor(), tensor(), 5, 7, 0.5)
+    bind = _make_binder(jit, args, {"BLOCK": 16})
+    assert bind(0, *args, BLOCK=16)[0] != bind(1, *args, BLOCK=16)[0]
+
+
+def test_keys_agree_with_tritons_own_specialisation(jit):
+    """Whenever Triton's key differs between two argument lists, so does ours."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    xs = [tensor(), tensor(offset=1), tensor(torch.bfloat16), None]
+    steps = [0, 1, 2, 16, 17, 2**31 - 1, 2**31, 2**40, -16, -(2**31)]
+    ours, theirs = [], []
+    for x, step in itertools.product(xs, steps):
+        ours.append(key(jit, p_x=x, p_y=None, n=3, step=step, scale=0.5, BLOCK=16))
+        theirs.append(tuple(native_specialize_impl(backend, value, False, True, True) for value in (x, step)))
+    for (a, ta), (b, tb) in itertools.combinations(zip(ours, theirs), 2):
+        assert ta == tb or a != b, (a, b, ta, tb)
+
+
+def test_a_kernel_object_is_indexable_by_its_grid(jit):
+    assert callable(FastKernel(jit)[(1,)])
