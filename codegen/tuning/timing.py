@@ -95,37 +95,50 @@ def time_graph(calls: Sequence[Call], *, budget_ms: float = 60.0, min_us: float 
     return interleaved([calls], budget_ms=budget_ms, min_us=min_us)[0]
 
 
-def interleaved(rivals: Sequence[Sequence[Call]], *, budget_ms: float = 60.0,
-                min_us: float = 300.0) -> list[Timing]:
+def interleaved(rivals: Sequence[Sequence[Call]], *, budget_ms: float = 60.0, min_us: float = 300.0) -> list[Timing]:
     """``time_graph`` of several rivals, their replays taking turns, so that drift hits them alike."""
-    graphs, per_graph = [], []
-    for calls in rivals:
+    return race([Lap.of(calls, min_us=min_us) for calls in rivals], budget_ms=budget_ms)
+
+
+class Lap(NamedTuple):
+    """A captured graph and how many calls one replay makes."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], *, min_us: float = 300.0) -> Lap:
+        """A graph of the calls in turn, repeated until a replay lasts at least ``min_us``."""
         graph = capture(calls)
-        once = _graph_us(graph)
-        repeats = max(1, -(-int(min_us) // max(1, int(once))))
-        if repeats > 1:
-            graph = capture(calls, repeats)
-        graphs.append(graph)
-        per_graph.append(len(calls) * repeats)
+        repeats = max(1, -(-int(min_us) // max(1, int(_graph_us(graph)))))
+        return cls(graph if repeats == 1 else capture(calls, repeats), len(calls) * repeats)
+
+    def us(self) -> float:
+        """Microseconds of one call in one replay."""
+        return _graph_us(self.graph) / self.calls
+
+
+def race(laps: Sequence[Lap], *, budget_ms: float = 60.0, rounds: tuple[int, int] = (5, 200)) -> list[Timing]:
+    """Replay the graphs in turn until the budget is over (at least and at most so many rounds)."""
     for _ in range(2):
-        for graph in graphs:
-            graph.replay()
+        for lap in laps:
+            lap.graph.replay()
     torch.cuda.synchronize()
-    samples: list[list[float]] = [[] for _ in graphs]
+    samples: list[list[float]] = [[] for _ in laps]
     end = time.perf_counter() + budget_ms / 1e3
-    rounds = 0
-    while rounds < 5 or (time.perf_counter() < end and rounds < 200):
+    done = 0
+    while done < rounds[0] or (time.perf_counter() < end and done < rounds[1]):
         events = []
-        for graph in graphs:
+        for lap in laps:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            lap.graph.replay()
             stop.record()
             events.append((start, stop))
         torch.cuda.synchronize()
-        for mine, count, (start, stop) in zip(samples, per_graph, events):
-            mine.append(start.elapsed_time(stop) * 1e3 / count)
-        rounds += 1
+        for mine, lap, (start, stop) in zip(samples, laps, events):
+            mine.append(start.elapsed_time(stop) * 1e3 / lap.calls)
+        done += 1
     return [summarize(mine) for mine in samples]
 
 

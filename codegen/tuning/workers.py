@@ -112,34 +112,40 @@ class Worker:
         theirs.close()
 
 
-def run_all(entry: str, jobs: Iterable[Any], *, workers: int, timeout_s: float,
-            env: dict[str, str] | None = None) -> Iterator[tuple[Any, Any | Failed]]:
-    """(job, result or Failed) of every job, as they finish, over that many worker processes."""
-    todo = iter(jobs)
-    idle = [Worker(entry, env) for _ in range(workers)]
-    busy: dict[Worker, Any] = {}
-    try:
-        while True:
-            while idle:
-                job = next(todo, None)
-                if job is None:
-                    break
-                worker = idle.pop()
-                worker.submit(job, timeout_s)
-                busy[worker] = job
-            if not busy:
-                return
-            left = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
-            ready = connection.wait([h for w in busy for h in (w.pipe, w.process.sentinel)], left)
-            for worker in list(busy):
-                if worker.pipe in ready or worker.process.sentinel in ready:
-                    outcome = worker.collect()
-                elif time.monotonic() >= worker.deadline:
-                    outcome = worker.give_up()
-                else:
-                    continue
-                idle.append(worker)
-                yield busy.pop(worker), outcome
-    finally:
-        for worker in [*idle, *busy]:
+class Pool:
+    """Several workers of one kind, kept from one batch of jobs to the next."""
+
+    def __init__(self, entry: str, workers: int, timeout_s: float, env: dict[str, str] | None = None):
+        self.timeout_s = timeout_s
+        self.workers = [Worker(entry, env) for _ in range(workers)]
+
+    def run(self, jobs: Iterable[Any]) -> Iterator[tuple[Any, Any | Failed]]:
+        """(job, result or Failed) of every job, as they finish. One batch at a time."""
+        todo, idle = iter(jobs), list(self.workers)
+        busy: dict[Worker, Any] = {}
+        try:
+            while True:
+                while idle and (job := next(todo, None)) is not None:
+                    worker = idle.pop(0)
+                    worker.submit(job, self.timeout_s)
+                    busy[worker] = job
+                if not busy:
+                    return
+                left = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+                ready = connection.wait([h for w in busy for h in (w.pipe, w.process.sentinel)], left)
+                for worker in list(busy):
+                    if worker.pipe in ready or worker.process.sentinel in ready:
+                        outcome = worker.collect()
+                    elif time.monotonic() >= worker.deadline:
+                        outcome = worker.give_up()
+                    else:
+                        continue
+                    idle.append(worker)
+                    yield busy.pop(worker), outcome
+        finally:
+            for worker in busy:  # abandoned in the middle: their answers would meet the wrong job
+                worker.stop()
+
+    def stop(self) -> None:
+        for worker in self.workers:
             worker.stop()

@@ -1,0 +1,94 @@
+"""How the sweep runs one family: its inputs, its op under a pinned schedule, its oracle, its bytes.
+
+A case knows nothing of schedules. It makes inputs (random, never zeros), calls the public op, and names the outputs. The
+measuring process pins the candidate around the call, poisons what the op allocates, and copies what it writes in place.
+The families' cases are in cases_decode.py, cases_prefill.py and cases_tables.py; each registers itself with ``@case``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+import torch
+
+from kdagen import families
+from kdagen.errors import UnknownName, refuse
+from kdagen.spec import Problem, Spec
+from kdagen.tuning import space
+
+MODULES = ("cases_decode", "cases_prefill", "cases_tables")
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+                "i32": torch.int32, "i64": torch.int64}
+_CASES: dict[str, Case] = {}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Case:
+    """One family's adapter. ``inputs`` holds tensors and plain values by name; ``run`` and ``oracle`` both take it."""
+
+    in_place: tuple[str, ...] = ()   # inputs that the op writes: run on copies, and compared as outputs
+
+    def problems(self, spec: Spec) -> list[Problem]:
+        """The serving sizes of the Spec, most wanted first."""
+        return space.prefill_problems()
+
+    def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:
+        raise NotImplementedError
+
+    def run(self, spec: Spec, inputs: dict) -> Tensors:
+        """Call the op once; the outputs by name (tensors named in ``in_place`` are added by the caller)."""
+        raise NotImplementedError
+
+    def oracle(self, spec: Spec, inputs: dict) -> Tensors:
+        """What ``run`` should have given, in higher precision, the ``in_place`` inputs' new contents included."""
+        raise NotImplementedError
+
+    def bytes_moved(self, spec: Spec, problem: Problem) -> float:
+        """The fewest bytes of device memory the op must move."""
+        raise NotImplementedError
+
+    def checkable(self, spec: Spec, problem: Problem) -> Problem:
+        """The sizes at which the oracle is affordable; the problem itself where that is always so."""
+        return problem
+
+    def tolerance(self, spec: Spec) -> float:
+        """The largest relative error that a right kernel shows in this dtype."""
+        return {"bf16": 6e-3, "fp16": 4e-3, "fp32": 1e-3}.get(spec.dtype, 0.0)
+
+
+def case(name: str):
+    """Class decorator: this is the case of that family."""
+    def register(cls):
+        _CASES[name] = cls()
+        return cls
+    return register
+
+
+def get(name: str) -> Case:
+    """The family's case; UnknownName where the sweep cannot run it."""
+    if name not in _CASES:
+        for module in MODULES:
+            import_module(f"kdagen.tuning.{module}")
+    if name not in _CASES:
+        refuse("--family", repr(name), f"a family that the sweep can run: {', '.join(sorted(_CASES))}",
+               "Add its case in codegen/tuning/cases_*.py (docs/tuning.md).", kind=UnknownName)
+    return _CASES[name]
+
+
+def names() -> list[str]:
+    """The families with a case, in the registry's order."""
+    for module in MODULES:
+        import_module(f"kdagen.tuning.{module}")
+    return [name for name in families.NAMES if name in _CASES]
+
+
+def generator(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def boundaries(problem: Problem, device: torch.device) -> torch.Tensor:
+    """cu_seqlens of ``seqs`` sequences of nearly equal length, int32 [N + 1]."""
+    steps = torch.arange(problem.seqs + 1, dtype=torch.int64)
+    return (steps * problem.tokens // problem.seqs).to(torch.int32).to(device)

@@ -1,0 +1,368 @@
+"""The sweep: from a space to rows. Compile ahead, screen, verify, time, choose; every step journalled.
+
+One thread a GPU takes points (a Spec at a load bucket), most wanted first, and asks that GPU's worker process. One thread
+prepares points ahead of them: it plans each candidate's launches and has them compiled by processes that see no GPU. All
+that a thread learns goes through the journal, so a sweep that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from kdagen import families, table
+from kdagen.render import inputs_hash
+from kdagen.spec import Schedule, Target
+from kdagen.tuning import choose, compile_workers
+from kdagen.tuning.journal import Journal
+from kdagen.tuning.space import Candidate, Point
+from kdagen.tuning.workers import Failed, Worker
+
+JOB_TIMEOUT_S = 60.0
+
+
+class Runner(Protocol):
+    """Does measuring jobs (kdagen.tuning.measure.answer) on one GPU: a Worker, a Ray actor, or a test's stub."""
+
+    def call(self, job: dict, timeout_s: float) -> dict | list | Failed: ...
+
+    def stop(self) -> None: ...
+
+
+class Compiler(Protocol):
+    """Compiles noted launches (kdagen.tuning.compile_workers.compile_launch): a Pool, or a test's stub."""
+
+    def run(self, jobs: list[dict]) -> Iterator[tuple[dict, dict | Failed]]: ...
+
+    def stop(self) -> None: ...
+
+
+class Reporter:
+    """What a sweep tells whoever watches; progress.Bars draws it."""
+
+    def begin(self, points: int) -> None: ...
+
+    def compiled(self, done: int, of: int) -> None: ...
+
+    def step(self, point: str, what: str) -> None: ...
+
+    def finish(self, point: str, result: str) -> None: ...
+
+
+@dataclass
+class Settings:
+    budget_s: float = 1200.0
+    keep: float = 0.10           # a candidate this much slower than the best screened one is not looked at further
+    finalists: int = 5
+    compile_workers: int = 4
+    compile_timeout_s: float = 60.0
+    seed: int = 0
+    final_ms: float = 30.0       # a finalist's share of the final race
+    hopeless: float = 1.5        # slower by this factor at two buckets of the Spec: not screened at the others
+
+
+@dataclass
+class Sweep:
+    """All state of one sweep. ``run`` returns the rows of what was finished when the budget ended, or someone's patience."""
+
+    points: list[Point]
+    candidates: dict[str, list[Candidate]]     # Spec name -> its schedules, refused ones included
+    target: Target
+    runners: list[Runner]
+    journal: Journal
+    out: Path
+    settings: Settings = field(default_factory=Settings)
+    reporter: Reporter = field(default_factory=Reporter)
+    compiler: Compiler | None = None           # None: processes of this host
+
+    def __post_init__(self):
+        self.deadline = time.monotonic() + self.settings.budget_s
+        self.compiler = self.compiler or compile_workers.pool(self.settings.compile_workers,
+                                                              self.settings.compile_timeout_s)
+        self.stopped = threading.Event()
+        self.env: dict = {}
+        self.finals: dict[str, dict[tuple, choose.Finals]] = {}
+        self.times: dict[str, dict[str, dict[str, float]]] = {}   # Spec -> point -> candidate -> screened us
+        self.prepared = {point.name: threading.Event() for point in self.points}
+        self.fit: dict[str, list[Candidate]] = {}                 # point -> compiled candidates
+        self.launches: dict[tuple, str | None] = {}               # launch -> None if it compiled, else why not
+        self.errors: list[BaseException] = []
+        self.lock = threading.Lock()
+        self.turn = {id(runner): threading.Lock() for runner in self.runners}
+
+    # The threads
+
+    def run(self) -> list[table.Row]:
+        """Sweep until all points are done, the budget is over, or Ctrl-C; then the rows, also written to ``out``."""
+        self.reporter.begin(len(self.points))
+        self.env = self._environment()
+        todo = iter(self.points)
+        threads = [threading.Thread(target=self._guard, args=(self._prepare_all,), daemon=True)]
+        threads += [threading.Thread(target=self._guard, args=(self._measure_all, runner, todo), daemon=True)
+                    for runner in self.runners]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads[1:]):
+                for thread in threads[1:]:
+                    thread.join(0.1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.stopped.set()
+            for process in [*self.runners, self.compiler]:
+                process.stop()
+        if self.errors:
+            raise self.errors[0]
+        return self.write()
+
+    def _guard(self, work: Callable, *args) -> None:
+        try:
+            work(*args)
+        except BaseException as error:  # a bug in the sweep itself: end it, keep the journal, raise in run()
+            if not self.stopped.is_set():
+                self.errors.append(error)
+            self.stopped.set()
+
+    @property
+    def over(self) -> bool:
+        return self.stopped.is_set() or time.monotonic() > self.deadline
+
+    def _call(self, runner: Runner, job: dict, timeout_s: float = JOB_TIMEOUT_S) -> dict | list | Failed:
+        """One job at a time a runner: the preparing thread and the measuring thread take turns."""
+        with self.turn[id(runner)]:
+            if self.stopped.is_set():
+                return Failed("stopped", "the sweep was stopped")
+            left = self.deadline - time.monotonic()
+            return runner.call(job, min(timeout_s, max(5.0, left + 5.0)))
+
+    def _environment(self) -> dict:
+        env = self._call(self.runners[0], {"do": "environment"}, 120.0)
+        if isinstance(env, Failed):
+            raise RuntimeError(f"the measuring process does not start: {env.why}")
+        self.target = Target(env.pop("arch"), env["slug"], env["sms"], env.pop("smem"))
+        return env
+
+    # Preparing: plan and compile
+
+    def _prepare_all(self) -> None:
+        for number, point in enumerate(self.points):
+            if self.over:
+                return
+            self._prepare(point, self.runners[number % len(self.runners)])
+            self.prepared[point.name].set()
+
+    def _prepare(self, point: Point, runner: Runner) -> None:
+        """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows."""
+        fit, todo = [], []
+        for candidate in self.candidates[point.spec.name]:
+            if candidate.refused is None and not self._known("compiled", point, candidate):  # noted only when refused
+                (fit if self._known("screened", point, candidate) else todo).append(candidate)
+        if todo:
+            plans = self._call(runner, self._job("plan", point, candidates=[_wire(c) for c in todo]), 5 * JOB_TIMEOUT_S)
+            if isinstance(plans, Failed):  # measure without a plan: the launches compile where they run
+                plans = [{"launches": []}] * len(todo)
+            self._compile({_launch_key(c, launch): {"variant": c.variant.name, "arch": self.target.arch} | launch
+                           for c, plan in zip(todo, plans) for launch in plan.get("launches", ())
+                           if _launch_key(c, launch) not in self.launches})
+            for candidate, plan in zip(todo, plans):
+                bad = (self.launches.get(_launch_key(candidate, launch)) for launch in plan.get("launches", ()))
+                why = plan.get("failed") or next(filter(None, bad), None)
+                if why:
+                    self._note("compiled", point, candidate, failed=why)
+                else:
+                    fit.append(candidate)
+        self.fit[point.name] = fit
+
+    def _compile(self, wanted: dict[tuple, dict]) -> None:
+        results = self.compiler.run(list(wanted.values()))
+        for done, (job, report) in enumerate(results, 1):
+            key = (job["variant"], job["kernel"], job["specialization"])
+            if isinstance(report, Failed):
+                self.launches[key] = f"{job['kernel']} did not compile ({report.kind}): {report.why}"
+            else:
+                self.launches[key] = compile_workers.refuse_resources(report, self.target)
+            self.reporter.compiled(done, len(wanted))
+            if self.over:
+                return
+
+    # Measuring
+
+    def _measure_all(self, runner: Runner, todo) -> None:
+        while not self.over:
+            with self.lock:
+                point = next(todo, None)
+            if point is None:
+                return
+            while not self.prepared[point.name].wait(0.2):
+                if self.over:
+                    return
+            result = self._measure(point, runner)
+            if result is not None:
+                self.reporter.finish(point.name, result)
+                self.write()
+
+    def _measure(self, point: Point, runner: Runner) -> str | None:
+        """Screen, verify and time one point; what came out in words, or None if the budget ended before."""
+        default = families.get(point.spec.family).default(point.spec, self.target, point.problem)
+        screened = self._screen(point, runner, default)
+        if screened is None:
+            return None
+        if not screened:
+            return "no candidate ran"
+        best = min(screened.values())
+        ahead = sorted((us, c) for c, us in screened.items() if us <= best * (1 + self.settings.keep))
+        self.reporter.step(point.name, f"verifying {min(len(ahead), self.settings.finalists)}")
+        finalists: list[Candidate] = []
+        for _, candidate in ahead:
+            if len(finalists) == self.settings.finalists:
+                break
+            if self._verified(point, candidate, runner):
+                finalists.append(candidate)
+        with self.lock:
+            nearby = choose.fewest(self.finals.get(point.spec.name, {}).values())
+        wanted = {default} | {pick.schedule for pick in nearby.values()}  # the cover wants their times here too
+        also = [c for c in screened if c not in finalists and c.schedule in wanted]
+        finalists += [c for c in also if self._verified(point, c, runner)]
+        if self.over:
+            return None
+        if not finalists:
+            return "no candidate was right"
+        return self._time(point, finalists, default, runner)
+
+    def _screen(self, point: Point, runner: Runner, default: Schedule) -> dict[Candidate, float] | None:
+        screened: dict[Candidate, float] = {}
+        mine = self.times.setdefault(point.spec.name, {})
+        fit = self.fit[point.name]
+        for number, candidate in enumerate(sorted(fit, key=lambda c: c.schedule != default)):  # the default first
+            known = self._known("screened", point, candidate)
+            if known is None:
+                if self.over:
+                    return None
+                if candidate.schedule != default and self._hopeless(point, candidate):
+                    self._note("screened", point, candidate, failed="far behind at the buckets nearby")
+                    continue
+                self.reporter.step(point.name, f"screening {number + 1} of {len(fit)}")
+                result = self._call(runner, self._job("screen", point, candidate=_wire(candidate),
+                                                      best_us=min(screened.values(), default=None)))
+                if isinstance(result, Failed) and result.kind == "stopped":
+                    return None
+                known = self._note("screened", point, candidate, **_values(result))
+            if not known.get("failed"):
+                screened[candidate] = known["us"]
+                mine.setdefault(point.name, {})[candidate.name] = known["us"]
+        return screened
+
+    def _hopeless(self, point: Point, candidate: Candidate) -> bool:
+        """Whether the candidate was far behind at the Spec's two measured buckets nearest to this one."""
+        finals = self.finals.get(point.spec.name, {})
+        near = sorted(finals, key=lambda load: (max(abs(a - b) for a, b in zip(load, point.load)), load))[:2]
+        if len(near) < 2:
+            return False
+        for load in near:
+            times = self.times[point.spec.name].get(f"{point.spec.name}@{load[0]},{load[1]}", {})
+            if not times or times.get(candidate.name, 0.0) <= self.settings.hopeless * min(times.values()):
+                return False
+        return True
+
+    def _verified(self, point: Point, candidate: Candidate, runner: Runner) -> dict | None:
+        known = self._known("verified", point, candidate)
+        if known is None:
+            if self.over:
+                return None
+            result = self._call(runner, self._job("verify", point, candidate=_wire(candidate),
+                                                  seed=self.settings.seed + 1_000_003))
+            if isinstance(result, Failed) and result.kind == "stopped":
+                return None
+            known = self._note("verified", point, candidate, **_values(result))
+        return None if known.get("failed") else known
+
+    def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner) -> str:
+        known = {c: self._known("timed", point, c) for c in finalists}
+        if not all(known.values()):
+            self.reporter.step(point.name, f"timing {len(finalists)}")
+            result = self._call(runner, self._job("time", point, candidates=[_wire(c) for c in finalists],
+                                                  budget_ms=self.settings.final_ms))
+            if isinstance(result, Failed):
+                if result.kind != "stopped":
+                    self._note("timed", point, finalists[0], failed=result.why)
+                return f"final timing failed: {result.why}"
+            known = {c: self._note("timed", point, c, **times) for c, times in zip(finalists, result["times"])}
+        timed = []
+        for candidate, event in known.items():
+            checked = self._known("verified", point, candidate)
+            if not event.get("failed"):
+                timed.append(choose.Timed(candidate.schedule, event["us"], event["noise"], checked["err"],
+                                          checked["repeat"]))
+        if not timed:
+            return "final timing failed"
+        sizes = families.get(point.spec.family).load(point.spec, point.problem)
+        final = choose.Finals(point.load, sizes, default, tuple(timed))
+        with self.lock:
+            self.finals.setdefault(point.spec.name, {})[point.load] = final
+        best, mine = final.best, final.of(default)
+        gain = f"{mine.us / best.us:.2f}x over the default" if mine else "the default did not run"
+        return f"{best.us:.1f} us, {gain}: {best.schedule.name} w{best.schedule.warps} s{best.schedule.stages}"
+
+    # Results
+
+    def rows(self) -> list[table.Row]:
+        """The rows of all points finished so far."""
+        with self.lock:
+            finals = {name: list(buckets.values()) for name, buckets in self.finals.items()}
+        specs = {point.spec.name: point.spec for point in self.points}
+        return sorted(row for name, buckets in finals.items()
+                      for row in choose.rows(specs[name], buckets, self.env, self.target))
+
+    def write(self) -> list[table.Row]:
+        """Merge the rows into ``out`` by the hysteresis rule."""
+        rows = self.rows()
+        if rows or self.out.exists():
+            with self.lock:
+                table.write(self.out, table.merge(table.read(self.out, skipped=[]), rows))
+        return rows
+
+    def regret(self) -> dict[str, float]:
+        """Spec -> the geometric mean of default time over best time: what an untuned user loses."""
+        out = {}
+        for name, buckets in self.finals.items():
+            ratios = [f.of(f.default).us / f.best.us for f in buckets.values() if f.of(f.default)]
+            if ratios:
+                product = 1.0
+                for ratio in ratios:
+                    product *= ratio
+                out[name] = product ** (1 / len(ratios))
+        return out
+
+    # Helpers
+
+    def _job(self, do: str, point: Point, **more) -> dict:
+        return {"do": do, "spec": point.spec.literal, "problem": list(point.problem)} | more
+
+    def _known(self, stage: str, point: Point, candidate: Candidate) -> dict | None:
+        return self.journal.known(stage, point.name, candidate.name, inputs_hash(candidate.variant))
+
+    def _note(self, stage: str, point: Point, candidate: Candidate, **values) -> dict:
+        return self.journal.note(stage, point.name, candidate.name, inputs_hash(candidate.variant), **values)
+
+
+def _launch_key(candidate: Candidate, launch: dict) -> tuple[str, str, str]:
+    return candidate.variant.name, launch["kernel"], launch["specialization"]
+
+
+def _wire(candidate: Candidate) -> list:
+    return [candidate.variant.name, candidate.schedule.warps, candidate.schedule.stages]
+
+
+def _values(result: dict | Failed) -> dict:
+    return {"failed": f"{result.kind}: {result.why}"} if isinstance(result, Failed) else result
+
+
+def gpu_runner(gpu: int) -> Worker:
+    """The worker process of one GPU of this host."""
+    return Worker("kdagen.tuning.measure:answer", {"CUDA_VISIBLE_DEVICES": str(gpu), "TRITON_INTERPRET": "0"})
+
