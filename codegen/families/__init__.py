@@ -10,6 +10,8 @@ from kdagen.families.base import Family
 
 # One module per family, each defining FAMILY.
 NAMES: tuple[str, ...] = (
+    "step_tables",
+    "stage_spec",
     "conv_prefill",
     "conv_update",
     "recurrent",

@@ -1,0 +1,114 @@
+"""What the decode ops refuse, and in which words: shared by the recurrent op and the fused decode step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kdagen.errors import ArgumentTypeError, refuse
+from kdagen.ops._common import FLOATS, check_device, check_dtype, check_shape
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_rows_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose last dimension is not contiguous; all other strides are free."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        refuse(name, f"strides {tuple(tensor.stride())}", "a last dimension with stride 1", f"Pass {name}.contiguous().")
+
+
+def check_float(name: str, tensor: torch.Tensor, device: torch.device, *shape: int | None) -> None:
+    check_shape(name, tensor, *shape)
+    check_dtype(name, tensor, *FLOATS)
+    check_device(name, tensor, device)
+
+
+def check_vector(name: str, tensor: torch.Tensor | None, device: torch.device, length: int, *dtypes: torch.dtype) -> None:
+    """Refuse what is not None and not a contiguous vector of ``length``."""
+    if tensor is None:
+        return
+    check_shape(name, tensor, length)
+    check_dtype(name, tensor, *dtypes)
+    check_device(name, tensor, device)
+    if length > 1 and tensor.stride(0) != 1:
+        refuse(name, f"stride {tensor.stride(0)}", "a contiguous vector", f"Pass {name}.contiguous().")
+
+
+def check_gate(A_log, dt_bias, lower_bound, HV: int, K: int, device: torch.device) -> None:
+    """Refuse gate parameters that are of no form of the gate (spec: softplus, or bounded by lower_bound < 0)."""
+    if lower_bound is None and A_log is None:
+        refuse("A_log", "None", f"a tensor [{HV}] for the softplus gate", "Or pass lower_bound for the bounded gate.")
+    if lower_bound is not None and not lower_bound < 0:
+        refuse("lower_bound", lower_bound, "a negative number (Kimi-K3: -5), or None for the softplus gate")
+    check_vector("A_log", A_log, device, HV, *FLOATS)
+    if dt_bias is None:
+        return
+    if dt_bias.dim() == 2:
+        check_shape("dt_bias", dt_bias, HV, K)
+        if not dt_bias.is_contiguous():
+            refuse("dt_bias", f"strides {tuple(dt_bias.stride())}", "a contiguous tensor", "Pass dt_bias.contiguous().")
+        check_vector("dt_bias", dt_bias.reshape(-1), device, HV * K, *FLOATS)
+    else:
+        check_vector("dt_bias", dt_bias, device, HV * K, *FLOATS)
+
+
+def check_states(name: str, states: torch.Tensor, device: torch.device, rows: int | None, *inner: int) -> None:
+    """Refuse what is not [rows, *inner] float states, contiguous but for the first stride (padded slots are fine)."""
+    check_float(name, states, device, rows, *inner)
+    step = 1
+    for size, stride in reversed(list(zip(states.shape, states.stride()))[1:]):
+        if size > 1 and stride != step:
+            refuse(name, f"strides {tuple(states.stride())}", "a tensor contiguous but for its first dimension",
+                   f"Pass {name}.contiguous(), unless it must change in place.")
+        step *= size
+
+
+def check_index_table(state_indices, num_accepted_tokens, has_initial_state, N: int, device: torch.device) -> None:
+    """Refuse a slot table that is not [N] or [N, 1+k] integers, and vectors beside it of another length."""
+    if state_indices.dim() not in (1, 2) or state_indices.shape[0] != N or 0 in state_indices.shape[1:]:
+        refuse("state_indices", f"shape {list(state_indices.shape)}", f"shape [{N}] or [{N}, 1 + speculative tokens]")
+    check_dtype("state_indices", state_indices, *INTEGERS)
+    check_device("state_indices", state_indices, device)
+    check_vector("num_accepted_tokens", num_accepted_tokens, device, N, *INTEGERS)
+    check_vector("has_initial_state", has_initial_state, device, N, torch.bool)
+
+
+def check_boundaries(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device, *, values: bool) -> None:
+    """Refuse boundaries of the wrong kind; with ``values`` also wrong ones, on the CPU only: a GPU would be waited for."""
+    if batch != 1:
+        refuse("cu_seqlens", f"a batch of {batch} rows", "packed sequences in one row (B = 1)",
+               "Reshape [B, T, ...] to [1, B * T, ...].")
+    check_vector("cu_seqlens", cu_seqlens, device, cu_seqlens.shape[0] if cu_seqlens.dim() == 1 else -1, *INTEGERS)
+    if cu_seqlens.shape[0] == 0:
+        refuse("cu_seqlens", "an empty tensor", "[N + 1] boundaries, at least [0]")
+    if values and cu_seqlens.device.type == "cpu":
+        edges = cu_seqlens.tolist()
+        if edges[0] != 0 or edges[-1] != tokens or any(a > b for a, b in pairwise(edges)):
+            refuse("cu_seqlens", edges if len(edges) <= 16 else f"{edges[:8]} ... {edges[-4:]}",
+                   f"boundaries that start at 0, never decrease, and end at T = {tokens}")
+
+
+def check_qkv(q, k, v, g, beta) -> tuple[int, int, int, int, int, int]:
+    """(B, T, H, K, HV, V) of a call; refuses shapes, dtypes, devices and strides that do not go together."""
+    check_dtype("q", q, *FLOATS)
+    if q.dim() != 4:
+        check_shape("q", q, None, None, None, None)
+    B, T, H, K = q.shape
+    check_shape("k", k, B, T, H, K)
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2]:
+        refuse("v", f"shape {list(v.shape)}", f"shape [{B}, {T}, HV, V], as q is {list(q.shape)}")
+    HV, V = v.shape[2:]
+    if H == 0 or HV % H:
+        refuse("v", f"{HV} value heads", f"a multiple of the {H} heads of q", "Value head i uses q/k head i // (HV // H).")
+    check_shape("g", g, B, T, HV, K)
+    check_shape("beta", beta, B, T, HV)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            refuse(name, str(tensor.dtype), f"the dtype of q, {q.dtype}", kind=ArgumentTypeError)
+    for name, tensor in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        check_dtype(name, tensor, *FLOATS)
+        check_device(name, tensor, q.device)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
+        check_rows_contiguous(name, tensor)
+    return B, T, H, K, HV, V
