@@ -1,0 +1,89 @@
+"""The documentation's code runs: the worked example of docs/adding-a-family.md, and the commands it names."""
+
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdagen import families, files, loader, render
+from kdagen.cli import main
+from kdagen.spec import Variant
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The family of docs/adding-a-family.md, with its template, as if it had been added."""
+    python = blocks("docs/adding-a-family.md", "python")
+    module = types.ModuleType("rowscale")
+    exec(python[0], module.__dict__)
+    for path in files.templates_dir().glob("*.j2"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "rowscale.py.j2").write_text(blocks("docs/adding-a-family.md", "jinja")[0])
+    original = families.get
+    monkeypatch.setattr(families, "get", lambda name: module.FAMILY if name == "rowscale" else original(name))
+    monkeypatch.setattr(files, "templates_dir", lambda: tmp_path)
+    monkeypatch.setenv("KDAGEN_CACHE", str(tmp_path / "cache"))
+    caches = (render._environment, render.template_sources, render._inputs_hash, render.render, loader.load)
+    for cache in caches:
+        cache.cache_clear()
+    yield module.FAMILY
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_the_worked_example_renders_and_computes(example, rng):
+    for spec in example.committed():
+        schedule = example.default(spec)
+        assert example.supports(spec, schedule, None) is None
+        variant = Variant(spec, schedule.source_key)
+        text = render.render(variant).text
+        compile(text, variant.path, "exec")
+        if spec.dtype == "fp32" and not torch.cuda.is_available():
+            module = loader.load(variant)
+            x, s = torch.randn(13, 70, generator=rng), torch.randn(13, generator=rng)
+            y = torch.full_like(x, float("nan"))
+            module.launch(x, s, y)
+            torch.testing.assert_close(y, x * s[:, None])
+
+
+def test_the_worked_example_reports_its_template_line(example, tmp_path):
+    path = tmp_path / "rowscale.py.j2"
+    path.write_text(path.read_text().replace("blocks.bt }}\n    o_d", "blokcs.bt }}\n    o_d"))
+    render.template_sources.cache_clear()
+    render._inputs_hash.cache_clear()
+    render._environment.cache_clear()
+    spec = example.committed()[0]
+    with pytest.raises(Exception, match=r"templates/rowscale\.py\.j2:\d+: 'blokcs' is undefined"):
+        render.render(Variant(spec, example.default(spec).source_key))
+
+
+def documented_commands() -> set[str]:
+    """The verbs of `kdagen ...` in every document."""
+    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    commands = "\n".join(re.findall(r"`[^`\n]*kdagen [^`\n]*`|^kdagen .*$", text, re.M))
+    return set(re.findall(r"`?kdagen ([a-z]+)(?= |`|\n)", commands))
+
+
+def test_every_documented_command_exists():
+    verbs = documented_commands()
+    assert {"render", "check", "compile", "explain"} <= verbs
+    assert verbs <= set(main.commands), verbs - set(main.commands)
+
+
+@pytest.mark.parametrize("document", [path.name for path in sorted((ROOT / "docs").glob("*.md"))])
+def test_links_between_documents_lead_somewhere(document):
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / document).read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (ROOT / "docs" / target).exists(), target
+    for target in re.findall(r"`((?:codegen|scripts|templates|docs|tests)/[\w./-]+\.\w+)`", text):
+        if "rowscale" not in target and "<" not in target and "prefill_state.py.j2:47" not in target:
+            assert (ROOT / target).exists(), target
