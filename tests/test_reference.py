@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from inputs import CLASSES, READY, cu_seqlens, gate_parameter, kda, log_decay, ragged, relative, sliced
 from torch.nn import functional as F
 
+from inputs import CLASSES, READY, cu_seqlens, gate_parameter, kda, log_decay, ragged, relative, sliced
 from kdagen import reference as R
 from kdagen.errors import ArgumentError
 
@@ -71,7 +72,7 @@ def test_packed_sequences_are_separate_calls(rng):
     x, _ = kda(rng, "mixed", T=sum(lengths), HV=4, K=6, V=4, sequences=len(lengths))
     edges = cu_seqlens(lengths)
     o, final = R.recurrent_kda(**x, cu_seqlens=edges, output_final_state=True)
-    for n, (start, end) in enumerate(zip(edges[:-1], edges[1:])):
+    for n, (start, end) in enumerate(pairwise(edges)):
         part = {name: value[:, start:end] for name, value in x.items() if name != "initial_state"}
         one, last = R.recurrent_kda(**part, initial_state=x["initial_state"][n : n + 1], output_final_state=True)
         assert torch.equal(o[:, start:end], one) and torch.equal(final[n], last[0])
@@ -264,7 +265,7 @@ def test_convolution_is_torchs(rng, width, bias, activation):
     edges = cu_seqlens(lengths)
     y, final = R.causal_conv1d(x, weight, b, initial_state=state, cu_seqlens=edges, activation=activation,
                                output_final_state=True)
-    for n, (start, end) in enumerate(zip(edges[:-1], edges[1:])):
+    for n, (start, end) in enumerate(pairwise(edges)):
         window = torch.cat([state[n], x[0, start:end]])
         assert torch.equal(final[n], window[len(window) - (width - 1) :])
         if start == end:
@@ -354,7 +355,7 @@ def test_padded_rows_touch_nothing(rng, pad_slot):
     pool = torch.randn(6, 1, 4, 4, generator=rng, dtype=torch.float32)
     pool[0] = float("nan")
     before = pool.clone()
-    slots = torch.tensor([3, pad_slot, 5, -1])
+    slots = torch.tensor([3, pad_slot, 5, 6 if pad_slot else -1])  # 6: past the pool
     o = R.recurrent_kda_pool(**x, pool=pool, state_indices=slots, pad_slot=pad_slot)
     assert not o[[1, 3]].any() and torch.isfinite(o).all()
     same = (pool == before) | (pool.isnan() & before.isnan())

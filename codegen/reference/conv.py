@@ -45,14 +45,14 @@ def causal_conv1d_update(
     Plain (num_accepted_tokens None): history = columns 0..W-2; afterwards they hold the last W-1 inputs.
     Speculative: history = the W-1 columns from accepted - 1 on (accepted clamped to 1..1+k); afterwards the line is
     history[1:] and all new tokens, from column 0 on, so that the next step's accepted - 1 finds its place again.
-    has_initial_state [S] bool: False takes zeros for the history. A slot below 0 or equal to pad_slot is padding:
+    has_initial_state [S] bool: False takes zeros for the history. A slot outside the pool or equal to pad_slot is padding:
     neither read nor written, output zero.
     """
     W, slots = weight.shape[-1], state_indices.reshape(len(state_indices), -1)[:, 0].tolist()
     k = pool.shape[1] - (W - 1)
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for s, (row, start, end) in enumerate(boundaries(cu_seqlens, x.shape[0], x.shape[1])):
-        if slots[s] < 0 or slots[s] == pad_slot or start == end:
+        if not 0 <= slots[s] < len(pool) or slots[s] == pad_slot or start == end:
             continue
         line = pool[slots[s]]
         speculative = num_accepted_tokens is not None

@@ -110,7 +110,7 @@ def recurrent_kda_pool(
     state_indices [S, 1+k]: it starts from column num_accepted_tokens - 1 (clamped to 0..k; 0 without
     num_accepted_tokens) and token t leaves its state in column t; the running state itself is never rounded.
     has_initial_state [S] bool: False starts from zeros without reading the slot.
-    A slot below 0 or equal to pad_slot is padding. A row that starts at a padding slot is neither read nor written
+    A slot outside the pool or equal to pad_slot is padding. A row that starts at a padding slot is neither read nor written
     and its output is zero on all its tokens; a padding column further on is only not written.
     """
     inputs = prepare(
@@ -120,7 +120,7 @@ def recurrent_kda_pool(
     )
     out = torch.zeros_like(inputs.v)
     table = state_indices.reshape(len(state_indices), -1).tolist()
-    is_padding = lambda slot: slot < 0 or slot == pad_slot
+    is_padding = lambda slot: not 0 <= slot < len(pool) or slot == pad_slot
     started = []  # (row of the table, its span, S): every row reads the pool before any row writes
     for s, span in enumerate(boundaries(cu_seqlens, q.shape[0], q.shape[1])):
         column = 0
