@@ -20,10 +20,20 @@ def entries() -> tuple[dict, ...]:
 
 def read(path: Path) -> list[dict]:
     """The entries of a quirks file, each complete, or CorruptFile."""
-    found = tomllib.loads(path.read_text()).get("quirk", [])
+    try:
+        found = tomllib.loads(path.read_text()).get("quirk", [])
+    except tomllib.TOMLDecodeError as error:
+        refuse(path.name, str(error), "a TOML file", kind=CorruptFile)
     for entry in found:
-        if set(entry) != _FIELDS or len(entry["triton"]) != 2:
+        if set(entry) != _FIELDS:
             refuse(path.name, f"an entry with {', '.join(sorted(entry))}", f"exactly {', '.join(sorted(_FIELDS))}",
+                   kind=CorruptFile)
+        versions = entry["triton"]
+        if not isinstance(versions, list) or len(versions) != 2 or (0, 0) in map(triton_minor, versions):
+            refuse(path.name, f"triton = {versions!r}", 'the first and last minor version, as in ["3.6", "3.7"]',
+                   kind=CorruptFile)
+        if not isinstance(entry["match"], dict):
+            refuse(path.name, f"match = {entry['match']!r}", "a table of a schedule's fields, as in { warps = 8 }",
                    kind=CorruptFile)
     return found
 

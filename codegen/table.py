@@ -8,6 +8,7 @@ blocks) is not today's is stale: dispatch skips it, ``kdagen tuned prune`` remov
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Row:
     @property
     def key(self) -> tuple:
         """Two rows of a table with equal keys collide: one Spec, one load bucket, one device and Triton minor."""
-        return self.spec.name, self.load, self.env.get("sms"), triton_minor(self.env.get("triton", ""))
+        return self.spec.name, self.load, self.env.get("slug"), self.env.get("sms"), triton_minor(self.env.get("triton", ""))
 
     def line(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -62,8 +63,9 @@ class Row:
             if not isinstance(row.env, dict) or len(row.load) != 2:
                 raise ValueError("load takes two numbers, env a dictionary")
             for name in ("us", "default_us", "err", "noise"):
-                if not isinstance(getattr(row, name), (int, float)) or getattr(row, name) < 0:
-                    raise ValueError(f"{name} is {getattr(row, name)!r}")
+                value = getattr(row, name)
+                if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                    raise ValueError(f"{name} is {value!r}")
             if row.repeat < 1:
                 raise ValueError("a row needs at least one bitwise-equal repeat")
             parse(row.variant)
