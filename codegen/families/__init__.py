@@ -14,7 +14,10 @@ NAMES: tuple[str, ...] = (
     "stage_spec",
     "conv_prefill",
     "conv_update",
+    "gate",
+    "rmsnorm",
     "recurrent",
+    "decode_step",
 )
 
 

@@ -1,0 +1,61 @@
+"""Family ``rmsnorm``: gated RMSNorm over V behind the recurrence (templates/rmsnorm.py.j2)."""
+
+from __future__ import annotations
+
+from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
+from kdagen.families.gate import refuse_elements
+from kdagen.spec import Schedule, Spec
+
+MAX_V = 4096
+STRIDES = ("o_t", "o_h", "z_t", "z_h", "out_t", "out_h")
+
+
+class RMSNorm(Family):
+    name = "rmsnorm"
+    title = "RMSNorm over V times weight times sigmoid(output gate)"
+    space = {"br": (1, 2, 4, 8, 16, 32, 64)}
+    warps = (1, 2, 4, 8)
+
+    def supports(self, spec, schedule, target):
+        if spec.dtype not in ("bf16", "fp16", "fp32"):
+            return f"dtype {spec.dtype or 'none'} is not one of bf16, fp16, fp32"
+        if spec.k or spec.chunk:
+            return "the norm has neither K nor a chunk"
+        if not 1 <= spec.v <= MAX_V:
+            return f"V = {spec.v} is not within 1..{MAX_V}"
+        if set(schedule.block) != {"br"}:
+            return f"blocks {sorted(schedule.block)} are not ['br']"
+        br = schedule.block["br"]
+        if br < 1 or br & (br - 1):
+            return f"br = {br} is not a power of two"
+        return refuse_elements(br * next_power_of_2(spec.v), schedule.warps, target)
+
+    def default(self, spec, target=None, problem=None):
+        """Tiles of about 2,048 elements on 4 warps; one warp and 512 elements where rows are too few to fill a device."""
+        small = problem is not None and problem.tokens * problem.heads < 16 * 1024
+        return self._of_size(spec, small)
+
+    def _of_size(self, spec: Spec, small: bool) -> Schedule:
+        v = next_power_of_2(spec.v)
+        if small and v <= 512:
+            return Schedule.make(br=max(1, 512 // v), warps=1)
+        return Schedule.make(br=max(1, 2048 // v), warps=4)
+
+    def default_schedules(self, spec):
+        return self._of_size(spec, False), self._of_size(spec, True)
+
+    def load(self, spec, problem):
+        """(tokens x heads, 1): nothing is serial."""
+        return problem.tokens * problem.heads, 1
+
+    def kernels(self, spec, schedule):
+        signature = (pointers(spec.dtype, "o", "z", "out") | {"weight": "*fp32", "eps": "fp32", "rows": "i32"}
+                     | dict.fromkeys(STRIDES, "i32"))
+        return (Kernel("rmsnorm_kernel", signature, {"HV": 1}, STRIDES),
+                Kernel("rmsnorm_kernel", signature | {"weight": f"*{spec.dtype}"}, {"HV": 12}, STRIDES))
+
+    def committed(self):
+        return [Spec.make("rmsnorm", v=128, dtype=dtype) for dtype in ("bf16", "fp16", "fp32")]
+
+
+FAMILY = RMSNorm()
