@@ -65,7 +65,7 @@ class ConvPrefill(Family):
         strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ps", "pc", "ci"))
         signature = data | {"weight": "*fp32"} | tables | dict.fromkeys(sizes + strides, "i32")
         aligned = ("dim", "stride_xt", "stride_ot", "stride_ps", "stride_pc")
-        flags = {"SILU": True, "INITIAL": True, "STORE": True}
+        flags = {"SILU": True, "INITIAL": True}
         search = {"batch_ptr": None, "block_ptr": None}
         return (
             Kernel("conv_prefill_kernel", signature, {"bias": None} | flags, aligned),
