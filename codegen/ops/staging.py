@@ -1,0 +1,97 @@
+"""Staging of speculative decode: what a captured graph reads, copied into the buffers that it was captured with."""
+
+from __future__ import annotations
+
+import torch
+
+from kdagen import devices, dispatch
+from kdagen.errors import refuse
+from kdagen.ops._common import check_device, check_dtype, on_device, register, runs_kernels
+from kdagen.spec import Problem, Spec
+
+_MEMO = dispatch.memo("stage_spec")
+
+
+def stage_spec_decode_metadata(
+    state_indices: torch.Tensor, query_start_loc: torch.Tensor, num_accepted_tokens: torch.Tensor,
+    staged_state_indices: torch.Tensor, staged_query_start_loc: torch.Tensor, staged_num_accepted_tokens: torch.Tensor,
+    *, num_spec_decodes: int, null_slot: int = 0, checked: bool = True,
+) -> None:
+    """Copy the S = num_spec_decodes requests of a step into buffers of B rows, and fill the rest, in one launch.
+
+    state_indices        [>=S, >=C] int32, any strides: state slots of each request's candidate tokens.
+    query_start_loc      [>=S+1] int32: boundaries.
+    num_accepted_tokens  [>=S] int32: tokens accepted in the step before, the bonus token included.
+    staged_state_indices [B, C] int32: written; rows from S on get ``null_slot``.
+    staged_query_start_loc      [>=B+1] int32: its first B+1 entries are written; those past S repeat the last offset.
+    staged_num_accepted_tokens  [>=B] int32: its first B entries are written; those from S on get 1.
+
+    B counts requests, never tokens: pass the buffers' first B rows, B being what the graph was captured for. S = 0 is
+    legal and fills everything, so that a replay after another kind of batch finds nothing stale. No synchronisation; can
+    be captured.
+
+    Raises ArgumentError or ArgumentTypeError: dtype, device, shape, S outside 0..B, buffers too small.
+    """
+    arguments = (state_indices, query_start_loc, num_accepted_tokens, staged_state_indices, staged_query_start_loc,
+                 staged_num_accepted_tokens, num_spec_decodes, null_slot, checked)
+    if torch.compiler.is_compiling():
+        _op(*arguments)
+    else:
+        _stage(*arguments)
+
+
+def _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: int) -> None:
+    names = ("state_indices", "query_start_loc", "num_accepted_tokens", "staged_state_indices", "staged_query_start_loc",
+             "staged_num_accepted_tokens")
+    tensors = (state, qsl, accepted, staged_state, staged_qsl, staged_accepted)
+    device = staged_state.device
+    for name, tensor in zip(names, tensors):
+        check_dtype(name, tensor, torch.int32)
+        check_device(name, tensor, device)
+        dims = 2 if name.endswith("state_indices") else 1
+        if tensor.dim() != dims:
+            refuse(name, f"shape {list(tensor.shape)}", f"{dims} dimension{'s' * (dims > 1)}")
+        if name.startswith("staged") and tensor.numel() > 1 and tensor.stride(-1) != 1:
+            refuse(name, f"strides {tensor.stride()}", "a buffer with contiguous rows")
+    B, C = staged_state.shape
+    if not 0 <= S <= B:
+        refuse("num_spec_decodes", str(S), f"0 to {B}, the rows of staged_state_indices",
+               "Rows are requests, not tokens; a batch larger than the buffers cannot use the graph.")
+    if C < 1 or state.shape[1] < C or state.shape[0] < S:
+        refuse("state_indices", f"shape {list(state.shape)}", f"at least {S} rows and {max(C, 1)} columns")
+    for name, tensor, least in zip(names[1:3] + names[4:], (qsl, accepted, staged_qsl, staged_accepted), (S + 1, S, B + 1, B)):
+        if tensor.shape[0] < least:
+            refuse(name, f"shape {list(tensor.shape)}", f"at least {least} entries for S = {S} requests and B = {B} rows")
+
+
+def _launcher(index: int):
+    found = _MEMO.get(index)
+    if found is None:
+        target = devices.of_index(index) if index >= 0 else devices.named("h200")
+        choice = dispatch.pick(Spec.make("stage_spec", dtype="i32"), Problem(1, 1, 1), target)
+        found = _MEMO[index] = (choice.module.launch, choice.schedule.warps, choice.schedule.stages)
+    return found
+
+
+def _stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: int, null_slot: int, checked: bool) -> None:
+    if checked:
+        _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S)
+    B, C = staged_state.shape
+    if not runs_kernels(staged_state):
+        staged_state[:S] = state[:S, :C]
+        staged_state[S:] = null_slot
+        staged_qsl[:S + 1] = qsl[:S + 1]
+        staged_qsl[S + 1:B + 1] = qsl[S]
+        staged_accepted[:S] = accepted[:S]
+        staged_accepted[S:B] = 1
+        return
+    launch, warps, stages = _launcher(staged_state.get_device())
+    with on_device(staged_state):
+        launch(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S, B, null_slot, *state.stride(),
+               qsl.stride(0), accepted.stride(0), staged_state.stride(0), columns=C, num_warps=warps, num_stages=stages)
+
+
+_op = register(
+    "stage_spec_decode_metadata(Tensor state_indices, Tensor query_start_loc, Tensor num_accepted_tokens,"
+    " Tensor(a!) staged_state_indices, Tensor(b!) staged_query_start_loc, Tensor(c!) staged_num_accepted_tokens,"
+    " int num_spec_decodes, int null_slot, bool checked=True) -> ()", _stage, lambda *_: None)
