@@ -70,7 +70,7 @@ def check_update_rows(accepted, N: int, T: int | None, k: int, device: torch.dev
     check_shape("num_accepted_tokens", accepted, N)
     check_dtype("num_accepted_tokens", accepted, *INTEGERS)
     check_device("num_accepted_tokens", accepted, device)
-    if T is not None and T - 1 > k:
+    if T is not None and k < T - 1:
         refuse("conv_states", f"lines with room for k = {k} speculative tokens",
                f"room for the {T - 1} drafts of x's rows: width - 1 + {T - 1} columns")
 

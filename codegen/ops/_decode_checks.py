@@ -74,18 +74,20 @@ def check_index_table(state_indices, num_accepted_tokens, has_initial_state, N: 
     check_vector("has_initial_state", has_initial_state, device, N, torch.bool)
 
 
-def check_boundaries(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device, *, values: bool) -> None:
+def check_boundaries(
+    cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device, *, values: bool, name: str = "cu_seqlens",
+) -> None:
     """Refuse boundaries of the wrong kind; with ``values`` also wrong ones, on the CPU only: a GPU would be waited for."""
     if batch != 1:
-        refuse("cu_seqlens", f"a batch of {batch} rows", "packed sequences in one row (B = 1)",
+        refuse(name, f"a batch of {batch} rows", "packed sequences in one row (B = 1)",
                "Reshape [B, T, ...] to [1, B * T, ...].")
-    check_vector("cu_seqlens", cu_seqlens, device, cu_seqlens.shape[0] if cu_seqlens.dim() == 1 else -1, *INTEGERS)
+    check_vector(name, cu_seqlens, device, cu_seqlens.shape[0] if cu_seqlens.dim() == 1 else -1, *INTEGERS)
     if cu_seqlens.shape[0] == 0:
-        refuse("cu_seqlens", "an empty tensor", "[N + 1] boundaries, at least [0]")
+        refuse(name, "an empty tensor", "[N + 1] boundaries, at least [0]")
     if values and cu_seqlens.device.type == "cpu":
         edges = cu_seqlens.tolist()
         if edges[0] != 0 or edges[-1] != tokens or any(a > b for a, b in pairwise(edges)):
-            refuse("cu_seqlens", edges if len(edges) <= 16 else f"{edges[:8]} ... {edges[-4:]}",
+            refuse(name, edges if len(edges) <= 16 else f"{edges[:8]} ... {edges[-4:]}",
                    f"boundaries that start at 0, never decrease, and end at T = {tokens}")
 
 

@@ -214,7 +214,7 @@ def _check_update(x, pool, weight, bias, out, boundaries, indices, accepted, has
     B, T, D, W = check_data(x, weight, bias, out, packed=boundaries is not None, decode=True)
     N = B
     if boundaries is not None:
-        check_boundaries(boundaries, B, T, x.device, values=values)
+        check_boundaries(boundaries, B, T, x.device, values=values, name="query_start_loc")
         N = boundaries.shape[0] - 1
     check_pool(pool, indices, has, N, W, D, x.device)
     check_update_rows(accepted, N, None if boundaries is not None else T, pool.shape[1] - W + 1, x.device)
