@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kdagen import devices, families, loader
 from kdagen.errors import CompileError
@@ -139,13 +140,12 @@ def _explain(error: Exception, variant: Variant, path: Path) -> str:
     return f"{type(error).__name__}: {reason}"
 
 
-class Job(tuple):
-    """(variant, schedule, target) to compile."""
+class Job(NamedTuple):
+    """One compilation: a variant with its launch options, for a target such as sm90."""
 
-    __slots__ = ()
-
-    def __new__(cls, variant: Variant, schedule: Schedule, target: str):
-        return super().__new__(cls, (variant, schedule, target))
+    variant: Variant
+    schedule: Schedule
+    target: str
 
 
 def _start_worker() -> None:

@@ -71,7 +71,7 @@ class Family:
         """The committed Specs moved to another chunk size, other head dims or another dtype, each once."""
         floats = ("bf16", "fp16", "fp32")
         made = dict.fromkeys(
-            Spec(spec.family, chunk if self.chunked else 0, k if spec.k else 0, v if spec.v else 0,
+            Spec(spec.family, chunk if spec.chunk else 0, k if spec.k else 0, v if spec.v else 0,
                  dtype if dtype and spec.dtype in floats else spec.dtype, spec.flags)
             for spec in self.committed())
         yield from made
