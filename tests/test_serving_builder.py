@@ -49,7 +49,7 @@ def same(tensor, values, dtype=torch.int32):
     assert tensor.tolist() == list(values)
 
 
-def check(metadata, rows, k, keep_decodes=False, chunk=64, blocks=(8,)):
+def check(metadata, rows, k, keep_decodes=False, chunk=64, blocks=(32,)):
     """Every field of table 2.8."""
     want = oracle.classify(rows, k, keep_decodes)
     assert counts(metadata) == want.counts
@@ -150,7 +150,7 @@ def test_the_chunk_table_does_not_shift_after_an_empty_sequence():
 def test_prefill_tables_are_rebased_past_the_decodes():
     metadata, rows = build([1, 1, 70, 3], [9, 9, 70, 8], [False, False, True, True])
     assert metadata.prefill_query_start_loc.tolist() == [0, 70, 73]
-    assert metadata.nums_dict[8]["tot"] == 1 + 1 + 9 + 1  # the convolution runs over all of them
+    assert metadata.nums_dict[32]["tot"] == 1 + 1 + 3 + 1  # the convolution runs over all of them
     check(metadata, rows, 0)
 
 

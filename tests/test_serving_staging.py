@@ -120,7 +120,7 @@ def test_capture_beyond_the_buffers_is_refused(requests, tokens, words):
 
 
 def test_capture_of_decodes_and_of_speculation():
-    builder, staging = make(2)
+    builder, _ = make(2)
     spec, _, _ = spec_batch([3] * 4, 2)
     metadata = builder.build_for_cudagraph_capture(spec)
     assert metadata.staged == "spec" and metadata.num_accepted_tokens.tolist() == [3] * 4
@@ -235,5 +235,5 @@ def test_refusals():
     for arguments, words in (((0,), "max_num_seqs"), ((4, -1), "num_spec"), ((4, 0, 0), "max_capture_size")):
         with pytest.raises(ArgumentError, match=words):
             GraphStaging("cpu", *arguments)
-    with pytest.raises(ArgumentError, match="staging: .*columns"):
+    with pytest.raises(ArgumentError, match="columns"):
         KDAMetadataBuilder("cpu", 2, staging=GraphStaging("cpu", 4, 1))

@@ -154,19 +154,45 @@ def host_array(name: str, value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def pack(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Several host arrays to the device in one transfer; each begins on a 16-byte boundary, as kernels like it."""
-    offsets, size = [], 0
-    for array in arrays:
-        offsets.append(size)
-        size += (array.nbytes + 15) & ~15
+def pack(device: torch.device, *, longs: Sequence[np.ndarray] = (), ints: Sequence[np.ndarray] = (),
+         bools: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
+    """Host arrays to the device in one transfer, in the order longs (int64), ints (int32), bools.
+
+    Each begins on a 16-byte boundary: kernels are compiled for aligned pointers and for others, and ours stay aligned.
+    """
+    long_cuts, long_words = _cuts(longs, 2)
+    int_cuts, int_words = _cuts(ints, 4)
+    bool_cuts, bool_bytes = _cuts(bools, 16)
+    words = long_words + int_words // 2
     cuda = device.type == "cuda"
-    host = torch.empty(max(size, 16), dtype=torch.uint8, pin_memory=cuda)
-    view = host.numpy()
-    for offset, array in zip(offsets, arrays):
-        view[offset:offset + array.nbytes].view(array.dtype)[:] = array
-    target = host.to(device, non_blocking=True) if cuda else host
-    return [target[offset:offset + array.nbytes].view(_TORCH[array.dtype]) for offset, array in zip(offsets, arrays)]
+    host = torch.empty(words + bool_bytes // 8, dtype=torch.int64, pin_memory=cuda)
+    raw = host.numpy()
+    _fill(raw, longs, long_cuts)
+    _fill(raw[long_words:words].view(np.int32), ints, int_cuts)
+    _fill(raw[words:].view(np.bool_), bools, bool_cuts)
+    there = host.to(device, non_blocking=True) if cuda else host
+    parts = list(there[:long_words].split_with_sizes(long_cuts)[::2]) if longs else []
+    if ints:
+        parts += there[long_words:words].view(torch.int32).split_with_sizes(int_cuts)[::2]
+    if bools:
+        parts += there[words:].view(torch.bool).split_with_sizes(bool_cuts)[::2]
+    return parts
 
 
-_TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(bool): torch.bool}
+def _cuts(arrays: Sequence[np.ndarray], unit: int) -> tuple[list[int], int]:
+    """([size, padding, size, padding, ...], their sum): each array padded to ``unit`` elements, 16 bytes."""
+    cuts, total = [], 0
+    for array in arrays:
+        size = len(array)
+        padding = -size % unit
+        cuts += (size, padding)
+        total += size + padding
+    return cuts, total
+
+
+def _fill(target: np.ndarray, arrays: Sequence[np.ndarray], cuts: list[int]) -> None:
+    start = 0
+    for number, array in enumerate(arrays):
+        size = cuts[2 * number]
+        target[start:start + size] = array
+        start += size + cuts[2 * number + 1]

@@ -17,7 +17,7 @@ from kdagen.serving.classify import Classes, classify
 from kdagen.serving.staging import GraphStaging
 
 CACHE_MODES = ("none", "all", "align")
-CONV_BLOCK = 8
+CONV_BLOCK = 32  # tokens a program of kdagen.causal_conv1d takes; vLLM's kernels take 8
 
 
 class KDAMetadataBuilder:
@@ -143,7 +143,8 @@ class KDAMetadataBuilder:
         rows, spec_rows = metadata.num_reqs, classes.num_spec_decodes
         table, starts_device = self._state_table(batch), batch.query_start_loc
         if not mask[:spec_rows].all():  # padding rows lie before or between: gather, as if they trailed
-            index, starts_device = pack(self.device, np.flatnonzero(mask).astype(np.int32), _without_empty(starts, mask))
+            lens = (starts[1:] - starts[:-1])[mask]
+            index, starts_device = pack(self.device, ints=(np.flatnonzero(mask), _boundaries(lens)))
             table, accepted = table.index_select(0, index), accepted.index_select(0, index)
             leading = False
         else:
@@ -157,7 +158,7 @@ class KDAMetadataBuilder:
         metadata.spec_query_start_loc = starts_device[:spec_rows + 1]
         metadata.spec_state_indices_tensor = table[:spec_rows, :self.columns]
         metadata.num_accepted_tokens = accepted[:spec_rows]
-        metadata.spec_sequence_masks, = pack(self.device, mask)
+        metadata.spec_sequence_masks, = pack(self.device, bools=(mask,))
         metadata.spec_token_indx = torch.arange(tokens, dtype=torch.int32, device=self.device)
         metadata.non_spec_token_indx = metadata.spec_token_indx[:0]
 
@@ -168,13 +169,13 @@ class KDAMetadataBuilder:
         others = ~mask
         if metadata.num_decodes:
             others &= lens > 0  # so that token i of the decodes belongs to their row i
-        spec_rows, other_rows = np.flatnonzero(mask), np.flatnonzero(others)
+        spec_rows, other_rows = mask.nonzero()[0], others.nonzero()[0]
         of_token = np.repeat(mask, lens)
         other_lens, other_starts = lens[other_rows], _boundaries(lens[other_rows])
         (metadata.spec_token_indx, metadata.non_spec_token_indx, spec_index, other_index, metadata.spec_query_start_loc,
          metadata.non_spec_query_start_loc, device_lens, metadata.spec_sequence_masks) = pack(
-            self.device, np.flatnonzero(of_token), np.flatnonzero(~of_token), spec_rows.astype(np.int32),
-            other_rows.astype(np.int32), _boundaries(lens[spec_rows]), other_starts, other_lens, mask)
+            self.device, longs=(of_token.nonzero()[0], (~of_token).nonzero()[0]),
+            ints=(spec_rows, other_rows, _boundaries(lens[spec_rows]), other_starts, other_lens), bools=(mask,))
         table = self._state_table(batch)
         metadata.spec_state_indices_tensor = table[:, :self.columns].index_select(0, spec_index)
         metadata.num_accepted_tokens = accepted.index_select(0, spec_index)
@@ -236,8 +237,3 @@ def _boundaries(lens: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(lens) + 1, np.int32)
     lens.cumsum(out=starts[1:], dtype=np.int32)
     return starts
-
-
-def _without_empty(starts: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Boundaries of the masked rows alone, all others being empty."""
-    return _boundaries((starts[1:] - starts[:-1])[mask])

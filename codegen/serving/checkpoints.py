@@ -35,10 +35,9 @@ def plan(batch: Batch, metadata: KDAMetadata, rows: np.ndarray, lens: np.ndarray
     given = slots != NULL_SLOT
     exported = tuple((int(rows[i]), int(offsets[i])) for i in np.flatnonzero(offsets))
     if block_size is None:
-        return CheckpointTable(*pack(metadata.block_table.device, offsets, slots), exported)
-    device_offsets, device_slots, index, columns, from_table = pack(
-        metadata.block_table.device, offsets, slots, rows.astype(np.int64), blocks.astype(np.int64),
-        (offsets > 0) & ~given)
+        return CheckpointTable(*pack(metadata.block_table.device, ints=(offsets, slots)), exported)
+    index, columns, device_offsets, device_slots, from_table = pack(
+        metadata.block_table.device, longs=(rows, blocks), ints=(offsets, slots), bools=((offsets > 0) & ~given,))
     looked_up = metadata.block_table[index, columns]
     return CheckpointTable(device_offsets, torch.where(from_table, looked_up, device_slots), exported)
 

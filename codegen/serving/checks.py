@@ -1,4 +1,7 @@
-"""What the checked builder refuses: batches that contradict themselves. Host arrays and shapes alone are read."""
+"""What the checked builder refuses: batches that contradict themselves. Host arrays and shapes alone are read.
+
+The usual step passes a dozen comparisons; the words of a refusal are put together only once something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,46 +29,57 @@ def check_batch(builder: KDAMetadataBuilder, batch: Batch, starts: np.ndarray, s
         refuse("query_start_loc_cpu", str(starts.dtype), "int32", kind=ArgumentTypeError)
     if starts[0] != 0:
         refuse("query_start_loc_cpu", f"a first entry of {starts[0]}", "0", "Boundaries are those of this step's tokens.")
-    if rows and (starts[1:] < starts[:-1]).any():
-        row = int((starts[1:] < starts[:-1]).argmax())
+    decreasing = starts[1:] < starts[:-1]
+    if np.logical_or.reduce(decreasing):
+        row = int(decreasing.argmax())
         refuse("query_start_loc_cpu", f"{starts[row + 1]} after {starts[row]} (row {row})", "boundaries that never decrease")
     if batch.num_actual_tokens < starts[-1]:
         refuse("num_actual_tokens", batch.num_actual_tokens, f"at least {starts[-1]}, the last boundary", SCHEDULER)
-    host = (("seq_lens_cpu_upper_bound", seq_lens), ("is_prefilling_cpu", prefilling),
-            ("num_decode_draft_tokens_cpu", drafts))
-    for name, array in host:
-        if array is not None and array.shape != (rows,):
-            refuse(name, f"shape {list(array.shape)}", f"shape [{rows}], one entry for each request", SCHEDULER)
-    if prefilling is not None and prefilling.dtype != bool:
-        refuse("is_prefilling_cpu", str(prefilling.dtype), "bool", kind=ArgumentTypeError)
-    _check_device_tensors(builder, batch, rows, accepted)
-    if builder.cache_mode == "align" and batch.aligned_state_indices is None and rows:
+    _host("seq_lens_cpu_upper_bound", seq_lens, rows)
+    if prefilling is not None:
+        _host("is_prefilling_cpu", prefilling, rows)
+        if prefilling.dtype != np.bool_:
+            refuse("is_prefilling_cpu", str(prefilling.dtype), "bool", kind=ArgumentTypeError)
+    if drafts is not None:
+        _host("num_decode_draft_tokens_cpu", drafts, rows)
+    cuda, aligned = builder.device.type == "cuda", builder.cache_mode == "align"
+    _vector("query_start_loc", batch.query_start_loc, rows + 1, cuda)
+    _vector("seq_lens", batch.seq_lens, rows, cuda)
+    if accepted is not None:
+        _vector("num_accepted_tokens", accepted, rows, cuda)
+    _table("block_table", batch.block_table, rows, 1 if aligned else builder.columns, cuda)
+    if not aligned:
+        return
+    if batch.aligned_state_indices is not None:
+        _table("aligned_state_indices", batch.aligned_state_indices, rows, builder.columns, cuda)
+    elif rows:
         blocks = (max(int(seq_lens.max()), 1) - 1) // builder.block_size + builder.columns
         if batch.block_table.shape[1] < blocks:
             refuse("block_table", f"{batch.block_table.shape[1]} columns", f"at least {blocks} for the longest request",
                    "Each block of block_size tokens has a column, and num_spec columns follow the last.")
 
 
-def _check_device_tensors(builder: KDAMetadataBuilder, batch: Batch, rows: int, accepted: torch.Tensor | None) -> None:
-    device, int32 = builder.device.type, torch.int32
-    for name, tensor, size in (("query_start_loc", batch.query_start_loc, rows + 1), ("seq_lens", batch.seq_lens, rows),
-                               ("num_accepted_tokens", accepted, rows)):
-        if tensor is None:
-            continue
-        if tensor.dtype != int32:
-            refuse(name, str(tensor.dtype), "torch.int32", kind=ArgumentTypeError)
-        if tensor.device.type != device:
-            refuse(name, f"a tensor on {tensor.device}", f"one on {builder.device}", kind=ArgumentTypeError)
-        if tensor.dim() != 1 or tensor.shape[0] != size:
-            refuse(name, f"shape {list(tensor.shape)}", f"shape [{size}]", SCHEDULER)
-    for name, table, columns in (("block_table", batch.block_table, 1 if builder.cache_mode == "align" else builder.columns),
-                                 ("aligned_state_indices", batch.aligned_state_indices, builder.columns)):
-        if table is None:
-            continue
-        if table.dtype != int32:
-            refuse(name, str(table.dtype), "torch.int32", kind=ArgumentTypeError)
-        if table.device.type != device:
-            refuse(name, f"a tensor on {table.device}", f"one on {builder.device}", kind=ArgumentTypeError)
-        if table.dim() != 2 or table.shape[0] < rows or table.shape[1] < columns:
-            refuse(name, f"shape {list(table.shape)}", f"at least [{rows}, {columns}]",
-                   "One row for each request, one column for each candidate state.")
+def _host(name: str, array: np.ndarray, rows: int) -> None:
+    if array.shape != (rows,):
+        refuse(name, f"shape {list(array.shape)}", f"shape [{rows}], one entry for each request", SCHEDULER)
+
+
+def _int32(name: str, tensor: torch.Tensor, cuda: bool) -> None:
+    if tensor.dtype is not torch.int32:
+        refuse(name, str(tensor.dtype), "torch.int32", kind=ArgumentTypeError)
+    if tensor.is_cuda is not cuda:
+        refuse(name, f"a tensor on {tensor.device}", f"one on {'the GPU' if cuda else 'the CPU'}", kind=ArgumentTypeError)
+
+
+def _vector(name: str, tensor: torch.Tensor, size: int, cuda: bool) -> None:
+    _int32(name, tensor, cuda)
+    if tensor.shape != (size,):
+        refuse(name, f"shape {list(tensor.shape)}", f"shape [{size}]", SCHEDULER)
+
+
+def _table(name: str, table: torch.Tensor, rows: int, columns: int, cuda: bool) -> None:
+    _int32(name, table, cuda)
+    shape = table.shape
+    if len(shape) != 2 or shape[0] < rows or shape[1] < columns:
+        refuse(name, f"shape {list(shape)}", f"at least [{rows}, {columns}]",
+               "One row for each request, one column for each candidate state.")

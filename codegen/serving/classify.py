@@ -38,14 +38,14 @@ def classify(starts: np.ndarray, seq_lens: np.ndarray, is_prefilling: np.ndarray
     lens = starts[1:] - starts[:-1]
     if num_spec > 0 and drafts is not None:
         mask = (drafts >= 0) & (drafts <= num_spec) & (lens == drafts + 1)
-        if mask.any():
+        if np.logical_or.reduce(mask):
             return _beside_spec(lens, seq_lens, is_prefilling, mask, keep_decodes)
     return _without_spec(starts, lens, seq_lens, is_prefilling)
 
 
 def _first_chunk(lens: np.ndarray, seq_lens: np.ndarray, is_prefilling: np.ndarray | None) -> np.ndarray | None:
     """Rows that have tokens but no state yet. Capture batches also have seq_len == query_len: they say so by None."""
-    if is_prefilling is None or not is_prefilling.any():
+    if is_prefilling is None or not np.logical_or.reduce(is_prefilling):
         return None
     return is_prefilling & (lens > 0) & (seq_lens <= lens)
 
