@@ -18,6 +18,9 @@ NAMES: tuple[str, ...] = (
     "rmsnorm",
     "recurrent",
     "decode_step",
+    "prefill_prepare",
+    "prefill_state",
+    "prefill_segments",
 )
 
 

@@ -1,0 +1,122 @@
+"""Prefill, first kernel: one program per (chunk, value head) makes all that the state pass needs. Template: prefill_prepare.py.j2.
+
+Spec: ``gate`` is the raw gate's form (bounded, softplus) or ``log`` for a ready log decay. Only the bounded gate may use a
+factored leaf: with -5 nats a token or more, 32 rows of decay about a middle reference stay inside bf16's and fp32's range.
+The other gates, and fp16 whatever the gate (2^111 does not fit it), take the levels down to single rows.
+Schedule: ``bk`` channels of K at a time. The intermediates are the same for every schedule and form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
+from kdagen.spec import Flag, Problem, Schedule, Spec, Target
+
+MAX_HEAD_DIM = 256
+LOWEST_BOUND = -5.0  # nats a token: the steepest bounded gate
+LEAF = 32            # rows of a factored leaf
+STRIDES = tuple(f"s{x}_{axis}" for x in ("q", "k", "v", "g", "beta") for axis in "th")
+
+
+def padded(size: int) -> int:
+    """The width of an intermediate's rows: the next power of two, at least 16."""
+    return max(16, next_power_of_2(size))
+
+
+def refuse_sizes(spec: Spec) -> str | None:
+    """The reason why a prefill family cannot take the Spec's dtype, K or V."""
+    if spec.dtype not in ("bf16", "fp16", "fp32"):
+        return f"dtype {spec.dtype or 'missing'} is not one of bf16, fp16, fp32"
+    for name, size in (("K", spec.k), ("V", spec.v)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            return f"{name} = {size} is not within 1..{MAX_HEAD_DIM}"
+    return None
+
+
+def precision(spec: Spec) -> str:
+    """What a template writes after the operands of tl.dot; see ``fp32_precision`` of _prefill_macros.py.j2."""
+    return ", input_precision=PRECISION" if spec.dtype == "fp32" else ""
+
+
+class Prepare(Family):
+    name = "prefill_prepare"
+    title = "chunk-local half of prefill: gate, decayed products, inverse, w and u"
+    flags = {"gate": Flag("gate", ("bounded", "softplus", "log"))}
+    forms = ("", "gluon")
+    space = {"bk": (32, 64, 128)}
+    warps = (4, 8)
+    stages = (1,)
+    chunked = True
+
+    def context(self, spec: Spec, schedule: Schedule) -> dict:
+        factored = spec.gate == "bounded" and spec.dtype != "fp16"
+        leaf = min(LEAF, spec.chunk) if factored else 1
+        steps = [1 << i for i in range(int(math.log2(spec.chunk)))]  # 1, 2, .., C/2
+        levels = [s for s in reversed(steps) if s >= leaf]
+        # fp16 gates are kept as multiples of a power of two, so that slow decays keep their bits; the matrices undo it
+        bits = 0 if spec.dtype == "fp32" else 12 if spec.gate == "bounded" else 5
+        return {
+            "kp": padded(spec.k), "vp": padded(spec.v),
+            "bk": schedule.block.get("bk", 128), "bv": min(padded(spec.v), 128),
+            "leaf": leaf, "levels": levels, "inverse_steps": steps[1:],
+            "leaf_shift": int((leaf - 1) / 2 * -LOWEST_BOUND * math.log2(math.e)),
+            "gate_scale": float(1 << bits), "clamp": 2000.0,
+            "half": "tl.float32" if spec.dtype == "fp32" else "tl.float16",
+            "precision": precision(spec),
+        }
+
+    def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+            return reason
+        if schedule.form == "gluon":
+            return refuse_hopper_form(spec, schedule, target) or (
+                None if spec.gate == "bounded" else f"the gluon form has only the bounded gate, not {spec.gate}")
+        bk = schedule.block.get("bk", 0)
+        if bk < 16 or bk != next_power_of_2(bk) or bk > padded(spec.k):
+            return f"bk {bk} is not a power of two from 16 to {padded(spec.k)}"
+        tile = spec.chunk * max(bk, min(padded(spec.v), 128)) * (4 if spec.dtype == "fp32" else 2)
+        if tile > 65536:
+            return f"a tile of {spec.chunk} x {bk} {spec.dtype} takes {tile} bytes, more than 65536"
+        if schedule.warps and spec.chunk * bk > 128 * 32 * schedule.warps:
+            return f"a tile of {spec.chunk} x {bk} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
+        return None
+
+    def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
+        kp = padded(spec.k)
+        if spec.dtype == "fp32":
+            return Schedule.make(bk=min(kp, 64 if spec.chunk <= 64 else 32), warps=4 if spec.chunk <= 64 else 8)
+        bk = min(kp, 128 if spec.chunk <= 64 else 64)
+        return Schedule.make(bk=bk, warps=4 if spec.chunk <= 64 else 8)
+
+    def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
+        return max(1, problem.tokens * problem.heads // spec.chunk), 1
+
+    def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        signature = pointers(spec.dtype, "q", "k", "v", "g", "beta") | pointers("fp32", "A_log", "dt_bias")
+        signature |= {"chunk_table": "*i32", "matrices": "*fp32" if spec.dtype == "fp32" else "*fp16"}
+        signature |= pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | pointers("fp32", "dec")
+        signature |= dict.fromkeys(("row_begin", "slot_base", "H", "HV"), "i32")
+        signature |= dict.fromkeys(("lower_bound", "scale", "beta_scale"), "fp32") | dict.fromkeys(STRIDES, "i32")
+        constants: dict[str, object] = {"L2NORM": True, "SIGMOID_BETA": True}
+        if spec.gate == "log":
+            constants |= {"A_log": None, "dt_bias": None}
+        return (Kernel("prepare_kernel", {n: t for n, t in signature.items() if n not in constants}, constants,
+                       tuple(s for s in STRIDES if not s.startswith("sbeta"))),)
+
+    def committed(self) -> Iterable[Spec]:
+        for gate in ("bounded", "softplus"):
+            yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16", gate=gate)
+
+
+def refuse_hopper_form(spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
+    """The reason why the sm90 forms (TMA, Gluon) of the prefill families cannot take this Spec on this target."""
+    if (spec.chunk, spec.k, spec.v, spec.dtype) != (64, 128, 128, "bf16"):
+        return f"the {schedule.form} form has only C=64, K=V=128, bf16"
+    if target is not None and target.arch != "sm90":
+        return f"the {schedule.form} form is for sm90, not {target.arch}"
+    return None
+
+
+FAMILY = Prepare()

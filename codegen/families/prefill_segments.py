@@ -1,0 +1,83 @@
+"""Prefill of few long heads: the map of each segment, and the states between segments. Template: prefill_segments.py.j2.
+
+The state after a segment is h P + OFF in the state h before it. ``map_kernel`` finds P and OFF of all inner segments side by
+side, ``combine_kernel`` chains them; then prefill_state walks all segments at once. Form ``tma`` (sm90) has its own map.
+Schedule: ``bm`` rows of OFF (V of them) or of P (K) in a program of the map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
+from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.spec import Problem, Schedule, Spec, Target
+
+
+def stage_bytes(spec: Spec, bm: int) -> int:
+    """Shared memory of one stage of the map's loop: w, kg and the u tile."""
+    return spec.chunk * (2 * padded(spec.k) + bm) * (4 if spec.dtype == "fp32" else 2)
+
+
+class Segments(Family):
+    name = "prefill_segments"
+    title = "prefill in segments: their maps, and the states between them"
+    forms = ("", "tma")
+    space = {"bm": (16, 32, 64, 128)}
+    warps = (4, 8)
+    stages = (1, 2, 3, 4)
+    chunked = True
+
+    def context(self, spec: Spec, schedule: Schedule) -> dict:
+        kp, vp, bm = padded(spec.k), padded(spec.v), schedule.block.get("bm", 64)
+        return {"kp": kp, "vp": vp, "bm": bm, "bc": min(vp, 64 if kp <= 128 else 16), "precision": precision(spec)}
+
+    def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+            return reason
+        if schedule.form == "tma" and (reason := refuse_hopper_form(spec, schedule, target)):
+            return reason
+        bm, kp, vp = schedule.block.get("bm", 0), padded(spec.k), padded(spec.v)
+        if bm < 16 or bm != next_power_of_2(bm) or bm > min(kp, vp):
+            return f"bm {bm} is not a power of two from 16 to {min(kp, vp)}"
+        if schedule.warps and bm * kp > 128 * 32 * schedule.warps:
+            return f"a tile of {bm} x {kp} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
+        if target is not None and schedule.stages > 1:
+            need = schedule.stages * stage_bytes(spec, bm)
+            if need > target.smem:
+                return f"{schedule.stages} stages of {stage_bytes(spec, bm)} bytes are more than {target.slug}'s {target.smem}"
+        return None
+
+    def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
+        kp = padded(spec.k)
+        bm = min(kp, padded(spec.v), 64 if kp <= 128 else 32)
+        for stages in (3, 2, 1):
+            schedule = Schedule.make(bm=bm, warps=4, stages=stages)
+            if self.supports(spec, schedule, target) is None and (target is not None or stages * stage_bytes(spec, bm) < 220_000):
+                return schedule
+        return Schedule.make(bm=16, warps=4, stages=1)
+
+    def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
+        from kdagen import devices
+
+        found = [self.default(spec)] + [self.default(spec, devices.named(arch)) for arch in sorted(devices.ARCHS)]
+        return tuple(dict.fromkeys(found))
+
+    def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
+        return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
+
+    def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        single = {"p_lo": None} if spec.dtype == "fp32" else {}
+        shared = {"chunk_offsets": "*i64", "off": "*fp32"} | pointers(spec.dtype, "p_hi", "p_lo")
+        shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
+        of_map = pointers(spec.dtype, "kg", "w", "u") | {"dec": "*fp32"} | shared | dict.fromkeys(("slot_base", "seg_begin"), "i32")
+        of_combine = shared | {"hs": "*fp32"}
+        drop = lambda signature: {name: kind for name, kind in signature.items() if name not in single}
+        return (Kernel("map_kernel", drop(of_map), single | {"STAGES": schedule.stages}),
+                Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single))
+
+    def committed(self) -> Iterable[Spec]:
+        yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")
+
+
+FAMILY = Segments()

@@ -1,0 +1,99 @@
+"""Prefill, second kernel: the state walks over a sequence's chunks and leaves the outputs behind. Template: prefill_state.py.j2.
+
+A program is ``bv`` rows of V of one (sequence, value head, segment), with its part of the state, transposed to [BV, K], in
+registers from the first chunk to the last. Everything that only drops a branch (slots, checkpoints, the state's layout,
+inner starts and ends) is a constexpr of one file. Form ``tma`` (sm90) reads the intermediates through descriptors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
+from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.spec import Problem, Schedule, Spec, Target
+
+STRIDES = ("so_t", "so_h", "sin_n", "sin_h", "sout_n", "sout_h", "sck_n", "sck_h")
+SLOT_STRIDES = ("sread", "swrite", "scko", "scks")
+
+
+def stage_bytes(spec: Spec, bv: int) -> int:
+    """Shared memory of one stage of the pipelined loop: w, qg, kg, the u tile and aqk."""
+    size = 4 if spec.dtype == "fp32" else 2
+    return spec.chunk * (3 * padded(spec.k) + bv + spec.chunk) * size
+
+
+class State(Family):
+    name = "prefill_state"
+    title = "serial half of prefill: the state over the chunks, and the outputs"
+    forms = ("", "tma")
+    space = {"bv": (16, 32, 64, 128)}
+    warps = (4, 8)
+    stages = (1, 2, 3, 4)
+    chunked = True
+
+    def context(self, spec: Spec, schedule: Schedule) -> dict:
+        return {"kp": padded(spec.k), "vp": padded(spec.v), "bv": schedule.block.get("bv", 64), "precision": precision(spec)}
+
+    def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+            return reason
+        if schedule.form == "tma" and (reason := refuse_hopper_form(spec, schedule, target)):
+            return reason
+        bv, kp = schedule.block.get("bv", 0), padded(spec.k)
+        if bv < 16 or bv != next_power_of_2(bv) or bv > padded(spec.v):
+            return f"bv {bv} is not a power of two from 16 to {padded(spec.v)}"
+        if schedule.warps and bv * kp > 128 * 32 * schedule.warps:
+            return f"a state tile of {bv} x {kp} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
+        if target is not None and schedule.stages > 1:
+            need = schedule.stages * stage_bytes(spec, bv)
+            if need > target.smem:
+                return f"{schedule.stages} stages of {stage_bytes(spec, bv)} bytes are more than {target.slug}'s {target.smem}"
+        return None
+
+    def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
+        """As many stages as fit, up to 3; a wide tile of V once the heads alone fill the device."""
+        kp, vp = padded(spec.k), padded(spec.v)
+        wide = problem is not None and target is not None and problem.seqs * problem.heads * vp >= 80 * 128
+        bv = min(vp, 128 if wide and kp <= 128 else 64 if kp <= 128 else 32)
+        warps = 8 if bv * kp > 64 * 128 else 4
+        for stages in (3, 2, 1):
+            schedule = Schedule.make(bv=bv, warps=warps, stages=stages)
+            if self.supports(spec, schedule, target) is None and (target is not None or stages * stage_bytes(spec, bv) < 220_000):
+                return schedule
+        return Schedule.make(bv=min(bv, 16), warps=4, stages=1)
+
+    def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
+        from kdagen import devices
+
+        sizes = (Problem(8192, 1, 1), Problem(8192, 1, 128))
+        found = [self.default(spec)] + [self.default(spec, devices.named(arch), size)
+                                        for arch in sorted(devices.ARCHS) for size in sizes]
+        return tuple(dict.fromkeys(found))
+
+    def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
+        return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
+
+    def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
+        sizes = dict.fromkeys(("row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "checkpoints",
+                               "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
+        signature = intermediates | pointers(spec.dtype, "o") | {"cu_seqlens": "*i32", "chunk_offsets": "*i64"} | sizes
+        base = {"V_FIRST": True, "STAGES": schedule.stages}
+        absent = dict.fromkeys(("read_slots", "has_initial", "write_slots", "mid_in", "mid_out", "ckpt_offsets", "ckpt_slots",
+                                "ckpt_pool"))
+        plain = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out"), base | absent, STRIDES)
+        pool = Kernel(
+            "state_kernel",
+            signature | pointers("fp32", "h_in", "h_out", "ckpt_pool")
+            | pointers("i32", "read_slots", "write_slots", "ckpt_offsets", "ckpt_slots") | {"has_initial": "*i1"},
+            base | {"mid_in": None, "mid_out": None}, STRIDES)
+        inner = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out", "mid_in", "mid_out"),
+                       base | {name: None for name in absent if not name.startswith("mid")}, STRIDES)
+        return plain, pool, inner
+
+    def committed(self) -> Iterable[Spec]:
+        yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")
+
+
+FAMILY = State()

@@ -1,0 +1,317 @@
+"""The prefill op: Kimi Delta Attention over whole sequences, in its chunk form."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kdagen import dispatch
+from kdagen import reference as oracle
+from kdagen.errors import ArgumentTypeError, refuse
+from kdagen.families.prefill_prepare import LOWEST_BOUND
+from kdagen.ops import prefill_plan as planning
+from kdagen.ops._common import FLOATS, check_device, check_dtype, check_interpretable, check_shape, on_device, register, runs_kernels
+from kdagen.ops._decode_checks import (
+    INTEGERS,
+    check_boundaries,
+    check_gate,
+    check_qkv,
+    check_rows_contiguous,
+    check_states,
+    check_vector,
+)
+from kdagen.ops.metadata import StepTables, step_tables
+from kdagen.reference.gate import boundaries
+from kdagen.spec import CHUNKS, Problem
+
+MEMO_ENTRIES = 4096  # layouts of arguments that are remembered
+
+_MEMO = dispatch.memo("chunk_kda")
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_pool: torch.Tensor | None = None,
+    read_slots: torch.Tensor | None = None,
+    write_slots: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    checkpoint_offsets: torch.Tensor | None = None,
+    checkpoint_slots: torch.Tensor | None = None,
+    pad_slot: int = -1,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    tables: StepTables | None = None,
+    chunk_size: int = 64,
+    use_gate_in_kernel: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    out: torch.Tensor | None = None,
+    batch_invariant: bool | None = None,
+    max_workspace: int | None = None,
+    checked: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi Delta Attention of whole sequences: (o [B, T, HV, V], final state or None).
+
+    Per head, for each token: S <- diag(exp(g)) S;  S <- S + beta k (v - S^T k)^T;  o = scale S^T q.
+
+    Tokens. q, k [B, T, H, K], v [B, T, HV, V] of one dtype (bf16, fp16, fp32); HV a multiple of H; K, V from 1 to 256.
+    g [B, T, HV, K]: log decay (natural log, <= 0), or with ``use_gate_in_kernel`` the raw gate of
+    -exp(A_log) * softplus(g + dt_bias), or, with ``lower_bound`` in [-5, 0), of
+    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)): A_log [HV] (None only with lower_bound: a factor 1), dt_bias [HV, K] or
+    [HV * K] or None. beta [B, T, HV]: strength, or with ``use_beta_sigmoid_in_kernel`` its raw logit (times 2 after the
+    sigmoid with ``allow_neg_eigval``). ``use_qk_l2norm_in_kernel``: x / sqrt(sum(x^2) + 1e-6) on q, k. ``scale``: K^-0.5 by
+    default. q, k, v, g, beta may be slices of wider tensors (no copy is made), the last dimension of q, k, v, g contiguous,
+    and with B > 1 the stride of the batch T times that of a token. ``out``: a buffer for o.
+
+    Sequences. B sequences of T tokens, or ``cu_seqlens`` [N+1] (int32, int64): N packed ones, B = 1, from 0 to T. Nothing
+    waits for the device: sizes come from ``cu_seqlens_cpu``, the host's copy, or from ``tables``, a step's
+    ``step_tables(..., chunk_size=chunk_size, rows=True)``; with neither, a bound serves, and the call can be captured in a
+    CUDA graph and replayed with other boundaries (as it can with tables in bounded mode). Tokens of no sequence: o is left
+    as it is.
+
+    States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16, fp16;
+    zeros if None), and with ``output_final_state`` a new fp32 tensor; a sequence without tokens keeps its state. Or
+    ``state_pool`` [slots, ...], changed in place: sequence n starts from slot ``read_slots``[n] (without read_slots: from
+    initial_state, or zeros) and leaves its state in slot ``write_slots``[n] (without: in the returned tensor, if asked
+    for). int32 or int64 [N], of any stride; one slot must not be written for two sequences, nor read for one and written
+    for another. ``has_initial_state`` [N] bool: False starts from zeros and reads nothing. ``checkpoint_offsets``,
+    ``checkpoint_slots`` [N] or [N, P]: the state after that many tokens of the sequence (a multiple of chunk_size, ascending
+    in a row; others are passed over) also goes to that slot. A slot that is negative, ``pad_slot`` or past the pool is padding:
+    never read, never written. A sequence whose read slot (without read_slots, its write slot) is padding has zero output.
+
+    ``batch_invariant`` (default: the environment's KDAGEN_BATCH_INVARIANT=1): a sequence's results are the same bits
+    whatever else is in the batch, and however many heads there are. ``max_workspace``: bytes for the intermediates,
+    4 GiB by default; the results do not depend on it, except where it rules segments out (ops/prefill_plan.py).
+    ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are never checked again.
+
+    Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or Unsupported. Not differentiable. Formula:
+    arXiv 2510.26692.
+    """
+    if out is None:
+        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    final_state = None
+    if output_final_state:
+        if write_slots is not None:
+            refuse("output_final_state", True, "False beside write_slots", "The final states go to the pool's slots.")
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+        final_state = torch.empty((N, v.shape[-2], *inner), dtype=torch.float32, device=q.device)
+    longest, chunk_offsets, chunk_rows = -1, None, None
+    if cu_seqlens is None:
+        if tables is not None or cu_seqlens_cpu is not None:
+            refuse("tables" if tables is not None else "cu_seqlens_cpu", "a value without cu_seqlens", "None, or cu_seqlens beside it")
+    else:
+        if tables is None:
+            bound = q.shape[0] * q.shape[1] if cu_seqlens_cpu is None else None
+            if runs_kernels(q):
+                tables = step_tables(cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size, tokens=bound, rows=True, checked=checked)
+        if tables is not None:
+            if tables.chunk_rows is None:
+                refuse("tables", "StepTables without chunk_rows", "step_tables(..., rows=True)")
+            chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
+        if cu_seqlens.shape[0] == 2:
+            longest = q.shape[1]
+        elif cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= 16:
+            longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens.shape[0] > 1 else 0
+    if batch_invariant is None:
+        batch_invariant = os.environ.get("KDAGEN_BATCH_INVARIANT", "0") == "1"
+    arguments = (
+        q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
+        has_initial_state, checkpoint_offsets, checkpoint_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound,
+        pad_slot, chunk_size, longest, max_workspace, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, batch_invariant, checked,
+    )
+    if torch.compiler.is_compiling():
+        _OP(*arguments)
+    else:
+        _run(*arguments)
+    return out, final_state
+
+
+def _layout(tensor: torch.Tensor | None):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _run(
+    q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+    ckpt_offsets, ckpt_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound, pad_slot, chunk, longest,
+    max_workspace, raw_gate, l2norm, sigmoid_beta, neg_eigval, v_first, batch_invariant, checked,
+) -> None:
+    """The op itself: writes out, final_state, and slots of state_pool."""
+    key = (
+        _layout(q), _layout(k), _layout(v), _layout(g), _layout(beta), _layout(out), _layout(initial_state),
+        _layout(final_state), _layout(state_pool), _layout(read_slots), _layout(write_slots), _layout(has_initial),
+        _layout(ckpt_offsets), _layout(ckpt_slots), _layout(cu_seqlens), _layout(A_log), _layout(dt_bias), lower_bound, chunk,
+        raw_gate, v_first, batch_invariant,
+    )
+    kernels = _MEMO.get(key)
+    B, T, H, K = q.shape
+    HV, V = v.shape[-2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if kernels is None or not q.is_cuda:
+        if checked:
+            _check(q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
+                   has_initial, ckpt_offsets, ckpt_slots, cu_seqlens, lower_bound, pad_slot, chunk, raw_gate, v_first, N)
+        if not runs_kernels(q):
+            return _run_oracle(
+                q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
+                has_initial, ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm,
+                sigmoid_beta, neg_eigval, v_first)
+        check_interpretable(q.dtype)
+        gate = "log" if not raw_gate else "softplus" if lower_bound is None else "bounded"
+        # the load is known to a power of two, so that one bucket has one schedule whatever came first
+        problem = planning.INVARIANT if batch_invariant else Problem(1 << max(0, (B * T).bit_length() - 1), N, HV)
+        kernels = planning.choose(q, K, V, chunk, gate, problem)
+        if len(_MEMO) >= MEMO_ENTRIES:
+            _MEMO.clear()
+        _MEMO[key] = kernels
+    if ckpt_offsets is not None and ckpt_offsets.dim() == 1:
+        ckpt_offsets, ckpt_slots = ckpt_offsets[:, None], ckpt_slots[:, None]
+    if longest < 0 and cu_seqlens is None:
+        longest = T
+    with on_device(q):
+        if cu_seqlens is None:
+            cu_seqlens, chunk_offsets, chunk_rows = planning.uniform_tables(B, T, chunk, q)
+        planning.run(planning.Call(
+            q, k, v, g, beta, A_log if raw_gate else None, dt_bias if raw_gate else None,
+            -1.0 if lower_bound is None else float(lower_bound), float(K**-0.5 if scale is None else scale),
+            2.0 if neg_eigval else 1.0, l2norm, sigmoid_beta, out, cu_seqlens, chunk_offsets, chunk_rows,
+            -(-max(longest, 0) // chunk), state_pool if read_slots is not None else initial_state, read_slots, has_initial,
+            state_pool if write_slots is not None else final_state, write_slots,
+            ckpt_offsets, ckpt_slots, None if ckpt_offsets is None else state_pool, pad_slot, N, H, HV, v_first,
+            batch_invariant, planning.DEFAULT_WORKSPACE if max_workspace is None else max_workspace, kernels))
+
+
+def _check(
+    q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+    ckpt_offsets, ckpt_slots, cu_seqlens, lower_bound, pad_slot, chunk, raw_gate, v_first, N,
+) -> None:
+    B, T, H, K, HV, V = check_qkv(q, k, v, g, beta)
+    if chunk not in CHUNKS:
+        refuse("chunk_size", chunk, f"one of {', '.join(map(str, CHUNKS))}")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("out", out)):
+        if B > 1 and T > 0 and tensor.stride(0) != T * tensor.stride(1):
+            refuse(name, f"strides {tuple(tensor.stride())} of shape {list(tensor.shape)}",
+                   f"a batch stride of T = {T} times the token stride {tensor.stride(1)}",
+                   f"Pass {name}.contiguous(), or the sequences packed with cu_seqlens.")
+    if B * T >= 1 << 31:
+        refuse("q", f"{B * T} tokens", "fewer than 2^31 tokens")
+    if raw_gate:
+        check_gate(A_log, dt_bias, lower_bound, HV, K, q.device)
+        if lower_bound is not None and lower_bound < LOWEST_BOUND:
+            refuse("lower_bound", lower_bound, f"a number in [{LOWEST_BOUND}, 0)",
+                   "For steeper gates pass the log decay itself, with use_gate_in_kernel=False.")
+    else:
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if value is not None:
+                refuse(name, "a value", "None where g is the log decay itself", "Pass use_gate_in_kernel=True for a raw gate.")
+    check_shape("out", out, B, T, HV, V)
+    check_dtype("out", out, q.dtype)
+    check_device("out", out, q.device)
+    check_rows_contiguous("out", out)
+    if cu_seqlens is not None:
+        check_boundaries(cu_seqlens, B, T, q.device, values=not runs_kernels(q) or not q.is_cuda)
+    inner = (HV, V, K) if v_first else (HV, K, V)
+    if initial_state is not None:
+        check_states("initial_state", initial_state, q.device, N, *inner)
+        if read_slots is not None:
+            refuse("initial_state", "a tensor beside read_slots", "None", "The pool's slots hold the initial states.")
+    slots = {"read_slots": read_slots, "write_slots": write_slots, "checkpoint_slots": ckpt_slots}
+    if state_pool is None:
+        for name, tensor in slots.items():
+            if tensor is not None:
+                refuse("state_pool", f"None beside {name}", "a pool of states [slots, ...]")
+    else:
+        check_states("state_pool", state_pool, q.device, None, *inner)
+        if all(tensor is None for tensor in slots.values()):
+            refuse("state_pool", "a tensor without slots", "read_slots, write_slots or checkpoint_slots beside it")
+    for name in ("read_slots", "write_slots"):
+        if slots[name] is not None:
+            check_shape(name, slots[name], N)
+            check_dtype(name, slots[name], *INTEGERS)
+            check_device(name, slots[name], q.device)
+    check_vector("has_initial_state", has_initial, q.device, N, torch.bool)
+    if (ckpt_offsets is None) != (ckpt_slots is None):
+        refuse("checkpoint_offsets", "one of the two", "checkpoint_offsets and checkpoint_slots, or neither")
+    if ckpt_offsets is not None:
+        if ckpt_offsets.dim() not in (1, 2) or ckpt_offsets.shape[0] != N or ckpt_offsets.shape != ckpt_slots.shape:
+            refuse("checkpoint_offsets", f"shape {list(ckpt_offsets.shape)} beside checkpoint_slots {list(ckpt_slots.shape)}",
+                   f"shape [{N}] or [{N}, P], both the same")
+        for name, tensor in (("checkpoint_offsets", ckpt_offsets), ("checkpoint_slots", ckpt_slots)):
+            check_dtype(name, tensor, *INTEGERS)
+            check_device(name, tensor, q.device)
+            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+                refuse(name, f"strides {tuple(tensor.stride())}", "rows with stride 1", f"Pass {name}.contiguous().")
+    if not isinstance(pad_slot, int):
+        refuse("pad_slot", repr(pad_slot), "an int", kind=ArgumentTypeError)
+
+
+def _run_oracle(
+    q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+    ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm, sigmoid_beta, neg_eigval, v_first,
+) -> None:
+    """The CPU path: the chunk form of the oracle in fp32, with the slots read and written around it."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    spans = boundaries(cu_seqlens, q.shape[0], q.shape[1])
+    is_padding = lambda slot: slot < 0 or slot == pad_slot or slot >= len(state_pool)
+    listed = lambda slots: None if slots is None else slots.tolist()
+    read, write = listed(read_slots), listed(write_slots)
+    padding = [is_padding(slot) for slot in (read or write or [])] or [False] * N
+    inner = (v.shape[2], v.shape[3], q.shape[3]) if v_first else (v.shape[2], q.shape[3], v.shape[3])
+    start = torch.zeros((N, *inner), dtype=torch.float32)
+    for n in range(N):
+        if padding[n] or (has_initial is not None and not has_initial[n]):
+            continue
+        if read is not None:
+            start[n] = state_pool[read[n]]
+        elif initial_state is not None:
+            start[n] = initial_state[n]
+    o, final, inner_states = oracle.chunk_kda(
+        q, k, v, g, beta, chunk_size=chunk, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
+        initial_state=start, output_final_state=True, cu_seqlens=cu_seqlens, use_gate_in_kernel=raw_gate,
+        use_qk_l2norm_in_kernel=l2norm, use_beta_sigmoid_in_kernel=sigmoid_beta, allow_neg_eigval=neg_eigval,
+        state_v_first=v_first, dtype=torch.float32, output_checkpoints=True)
+    at = 0
+    for n, (row, first, last) in enumerate(spans):
+        chunks = -(-(last - first) // chunk)
+        out[row, first:last] = 0 if padding[n] else o[row, first:last].to(out.dtype)
+        if not padding[n]:
+            if write is not None and not is_padding(write[n]):
+                state_pool[write[n]] = final[n].to(state_pool.dtype)
+            if ckpt_offsets is not None:
+                before = 0
+                for offset, slot in zip(ckpt_offsets[n].reshape(-1).tolist(), ckpt_slots[n].reshape(-1).tolist()):
+                    if offset % chunk == 0 and before < offset <= last - first and not is_padding(slot):
+                        state_pool[slot] = inner_states[at + offset // chunk].to(state_pool.dtype)
+                        before = offset
+        at += chunks + 1
+    if final_state is not None:
+        final_state.copy_(final)
+
+
+def _fake(*arguments) -> None:
+    return None
+
+
+_OP = register(
+    "chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) out, "
+    "Tensor? initial_state, Tensor(b!)? final_state, Tensor(c!)? state_pool, Tensor? read_slots, Tensor? write_slots, "
+    "Tensor? has_initial_state, Tensor? checkpoint_offsets, Tensor? checkpoint_slots, Tensor? cu_seqlens, "
+    "Tensor? chunk_offsets, Tensor? chunk_rows, float? scale, float? lower_bound, int pad_slot, int chunk_size, SymInt longest, "
+    "int? max_workspace, bool raw_gate, bool l2norm, bool sigmoid_beta, bool neg_eigval, bool v_first, bool batch_invariant, "
+    "bool checked) -> ()",
+    _run, _fake)
