@@ -1,0 +1,176 @@
+"""Benchmark of the short convolution: prompts and decode steps, on pools of cache lines, beside fla-core's.
+
+Graph replays over input sets that overflow the L2 cache; both implementations' replays take turns. Before anything is
+timed, its output, and the pool it leaves, are compared with the oracle in fp64 on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kdagen.ops.conv import causal_conv1d, causal_conv1d_update
+from kdagen.ops.metadata import build_conv1d_chunk_schedule
+from kdagen.reference import conv as oracle
+
+from .common import Budget, interleaved, peer, relative_error, rotate, row, skipped, time_host
+
+WIDTH, DTYPE = 4, torch.bfloat16
+TOLERANCE = 3e-3  # a rounding to bf16 alone is 1.7e-3
+
+
+class Rival(NamedTuple):
+    """One implementation of a case: a call whose output is checked, what is then timed, the check, a call for host time."""
+
+    once: Callable[[], torch.Tensor]
+    calls: list[Callable]
+    error: Callable[[torch.Tensor], float]
+    host: Callable | None = None
+
+
+class Prompts(NamedTuple):
+    tokens: int
+    channels: int
+    seqs: int = 1
+    driver: str = "schedule"   # or search: no schedule given
+    pool: bool = False         # initial states from, and new states to, a pool
+
+
+class Steps(NamedTuple):
+    rows: int
+    channels: int
+    drafts: int = 0
+
+
+CASES = (
+    Prompts(8192, 12288), Prompts(8192, 12288, 1, "search"), Prompts(8192, 12288, 16, "schedule", True),
+    Steps(64, 12288), Steps(1, 12288), Steps(256, 12288), Steps(8, 12288), Steps(64, 12288, 3), Steps(64, 4608),
+    Prompts(8192, 4608), Prompts(2048, 12288), Prompts(512, 12288),
+)
+
+
+def _peer():
+    """fla's (causal_conv1d, causal_conv1d_update), or None."""
+    if peer("fla") is None:
+        return None
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d as prompts
+        from fla.modules.causal_conv1d import causal_conv1d_update as steps
+    except ImportError:
+        return None
+    return prompts, steps
+
+
+def _normal(seed: int, *shape: int, dtype=DTYPE) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+
+
+def _boundaries(case: Prompts) -> torch.Tensor:
+    """Host boundaries of ragged prompts that fill the step."""
+    cuts = torch.randperm(case.tokens - 1, generator=torch.Generator().manual_seed(case.seqs))[: case.seqs - 1] + 1
+    return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([case.tokens])]).to(torch.int32)
+
+
+def prompts(case: Prompts, fla) -> list[dict]:
+    T, D, N = case.tokens, case.channels, case.seqs
+    weight, host = _normal(1, D, WIDTH, dtype=torch.float32), _boundaries(case)
+    x, edges, out = _normal(3, 1, T, D), host.cuda(), torch.full((1, T, D), float("nan"), device="cuda", dtype=DTYPE)
+    more, pool, history, first = {}, None, None, None
+    if case.driver == "schedule":
+        more = {"schedule": build_conv1d_chunk_schedule(host, 64, "cuda"), "block_m": 64}
+    if case.pool:  # every other sequence continues a line, the others start from zeros
+        pool, known = _normal(2, 4 * N, WIDTH - 1, D), torch.arange(N, device="cuda") % 2 == 0
+        slots = torch.randperm(4 * N, device="cuda")[:N]
+        more |= {"conv_states": pool, "has_initial_state": known, "cache_indices": slots.int()}
+        history = pool[slots] * known[:, None, None]
+        first = _peer_layout(history)
+    ref, final = oracle.causal_conv1d(x, weight, initial_state=history, cu_seqlens=host, output_final_state=case.pool)
+
+    def ours(x):
+        return causal_conv1d(x, weight, cu_seqlens=edges, out=out, **more)
+
+    def theirs(x):
+        return fla[0](x, weight, activation="silu", cu_seqlens=edges, cu_seqlens_cpu=host.long(), initial_state=first,
+                      output_final_state=case.pool)[0]
+
+    def our_error(y):
+        return relative_error(y, ref) if not case.pool or torch.equal(pool[slots].double(), final) else float("inf")
+
+    moved = 2 * T * D * x.element_size() + weight.numel() * 4 + (4 * N * (WIDTH - 1) * D if case.pool else 0)
+    name = f"prefill T={T} D={D} N={N} {case.driver}{' pool' if case.pool else ''}"
+    return _race(name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N), {
+        "kdagen": Rival(partial(ours, x), rotate(lambda seed: partial(ours, _normal(10 + seed, 1, T, D)), moved), our_error,
+                        partial(ours, x)),
+        "fla": Rival(partial(theirs, x), rotate(lambda seed: partial(theirs, _normal(10 + seed, 1, T, D)), moved),
+                     lambda y: relative_error(y, ref)) if fla else None,
+    })
+
+
+def _peer_layout(lines: torch.Tensor) -> torch.Tensor:
+    """[N, W - 1, D] -> [N, D, W], contiguous, the column that the peer never reads first."""
+    return torch.nn.functional.pad(lines.transpose(1, 2), (1, 0)).contiguous()
+
+
+def steps(case: Steps, fla) -> list[dict]:
+    N, D, T = case.rows, case.channels, 1 + case.drafts
+    weight, columns = _normal(1, D, WIDTH, dtype=torch.float32), WIDTH - 1 + case.drafts
+    out = torch.full((N, T, D), float("nan"), device="cuda", dtype=DTYPE)
+    accepted = torch.randint(1, T + 1, (N,), device="cuda", dtype=torch.int32) if case.drafts else None
+
+    def data(seed):
+        slots = torch.randperm(2 * N, device="cuda")[:N].int()
+        return _normal(seed, N, T, D), _normal(seed + 1, 2 * N, columns, D), slots
+
+    def ours(x, pool, slots):
+        return causal_conv1d_update(x, pool, weight, cache_indices=slots, num_accepted_tokens=accepted, out=out)
+
+    def theirs(x, cache):
+        return fla[1](x, cache, weight=weight, activation="silu")
+
+    x, pool, slots = data(5)
+    after = pool.double()
+    ref = oracle.causal_conv1d_update(x, after, weight, state_indices=slots, num_accepted_tokens=accepted)
+
+    def our_error(y):
+        return relative_error(y, ref) if torch.equal(pool.double(), after) else float("inf")
+
+    moved = N * D * x.element_size() * (2 * T + WIDTH - 1 + (WIDTH - 2 + T)) + weight.numel() * 4
+    rivals = {"kdagen": Rival(partial(ours, x, pool, slots), rotate(lambda seed: partial(ours, *data(100 + seed)), moved),
+                              our_error, partial(ours, x, pool, slots)), "fla": None}
+    if fla and not case.drafts:
+        cold = rotate(lambda seed: partial(theirs, data(100 + seed)[0], _normal(seed, N, D, WIDTH)), moved)
+        rivals["fla"] = Rival(partial(theirs, x, _peer_layout(pool[slots.long()])), cold, lambda y: relative_error(y, ref))
+    name = f"update N={N} D={D}" + (f" drafts={case.drafts}" if case.drafts else "")
+    return _race(name, "causal_conv1d_update", moved, dict(seqs=N, channels=D, drafts=case.drafts), rivals)
+
+
+def _race(name: str, op: str, moved: float, sizes: dict, rivals: dict[str, Rival | None]) -> list[dict]:
+    """Check each rival, then time those that are right, their replays in turn."""
+    rows, right = [], {}
+    for who, rival in rivals.items():
+        err = rival.error(rival.once()) if rival else None
+        if err is None:
+            rows.append(skipped("conv", name, who, "not importable here, or it has no such op"))
+        elif err > TOLERANCE:
+            rows.append(skipped("conv", name, who, f"wrong: relative error {err:.2e} against the oracle"))
+        else:
+            right[who] = rival, dict(err=err, err_against="fp64 oracle", op=op, **sizes)
+    for (who, (rival, common)), timing in zip(right.items(), interleaved([rival.calls for rival, _ in right.values()])):
+        rows.append(row("conv", name, who, timing, how="graph", bytes_moved=moved, **common))
+        if rival.host:
+            rows.append(row("conv", name, who, time_host(rival.host), how="host", **common))
+    return rows
+
+
+def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
+    """All rows of the section that fit in the budget, most wanted first; ``peers`` may name fla."""
+    fla = _peer() if "fla" in peers else None
+    rows = []
+    for case in Budget(budget_s).over(CASES):
+        rows += (prompts if isinstance(case, Prompts) else steps)(case, fla)
+        torch.cuda.empty_cache()
+    return rows
