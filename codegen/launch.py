@@ -1,8 +1,9 @@
 """Launching a compiled Triton kernel for a few microseconds of host time.
 
 ``JITFunction.run`` binds, specialises and hashes every argument at each call. ``FastKernel`` stands in its place in a
-loaded module: it writes, once per argument shape, a small function that computes Triton's specialisation key for exactly
-those argument types, and keeps the compiled kernel of each key. A miss goes the ordinary way, through Triton.
+loaded module: once per list of argument types it writes a small function that computes Triton's specialisation key for
+exactly those types, finds the compiled kernel of that key, and launches it. A miss goes the ordinary way, through Triton;
+so does every launch while a profiler has hooked Triton's launches.
 """
 
 from __future__ import annotations
@@ -26,43 +27,49 @@ class FastKernel:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            return self.launch(grid, args, kwargs)
+            types = (*map(type, args), *kwargs)
+            binder = self._binders.get(types)
+            if binder is None:
+                binder = self._binders[types] = make_binder(self.jit, args, kwargs, self._compiled.get, self._miss)
+            binder(grid, *args, **kwargs)
 
         return launch
 
-    def launch(self, grid, args, kwargs):
-        shape = (*map(type, args), *kwargs)
-        binder = self._binders.get(shape)
-        if binder is None:
-            binder = self._binders[shape] = _make_binder(self.jit, args, kwargs)
-        device = torch._C._cuda_getDevice()
-        key, values = binder(device, *args, **kwargs)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self.jit[grid](*args, **kwargs)
-            self._compiled[key] = compiled
-            return compiled
-        if len(grid) < 3:
-            grid = (*grid, 1, 1)
-        runtime = knobs.runtime
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        enter = runtime.launch_enter_hook
-        metadata = None if enter is None else compiled.launch_metadata(grid, stream, *values)
-        compiled.run(grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, metadata,
-                     enter, runtime.launch_exit_hook, *values)
-        return compiled
+    def _miss(self, key, grid, args, kwargs):
+        """Compile and launch through Triton; remember how to launch it the short way."""
+        compiled = self.jit[grid](*args, **kwargs)
+        if key is not None and compiled is not None:
+            self._compiled[key] = _launcher(compiled)
 
 
-def _make_binder(jit: JITFunction, args: tuple, kwargs: dict):
-    """``bind(device, *args, **kwargs) -> (key, values)`` for arguments of exactly these types.
+def _launcher(compiled) -> tuple:
+    """(short, call, function, cooperative, pdl, packed metadata) of a compiled kernel.
 
-    ``key`` tells apart all that Triton would compile differently; ``values`` are the launch arguments in signature order.
+    ``short``: call Triton 3.6's C function at once, without the Python around it that only allocates scratch memory.
+    """
+    outer = compiled.run
+    short = (type(outer).__name__ == "CudaLauncher" and not hasattr(outer, "kernel_signature")
+             and not outer.global_scratch_size and not outer.profile_scratch_size)
+    if short:
+        options = outer.launch_cooperative_grid, outer.launch_pdl
+        return True, outer.launch, compiled.function, *options, compiled.packed_metadata
+    return False, outer, compiled.function, False, False, compiled.packed_metadata
+
+
+def make_binder(jit: JITFunction, args: tuple, kwargs: dict, get, miss):
+    """``bind(grid, *args, **kwargs)``, which launches for arguments of exactly these types.
+
+    ``get(key)`` gives what ``_launcher`` made, or None, and then ``miss(key, grid, args, kwargs)`` is called. The key tells
+    apart all that Triton compiles differently: dtype and 16-byte alignment of tensors, value 1 and divisibility by 16 and
+    width of integers, every constexpr and option, the device.
     """
     names = [param.name for param in jit.params]
     given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name in names}
     options = [name for name in kwargs if name not in names]
     setup, key, values = [], ["device", *options], []
-    scope: dict = {}
+    scope = {"get": get, "miss": miss, "runtime": knobs.runtime,
+             "current_device": getattr(torch._C, "_cuda_getDevice", lambda: -1),
+             "raw_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None)}
     for param in jit.params:
         name = param.name
         if name not in given:  # left at its default
@@ -74,7 +81,7 @@ def _make_binder(jit: JITFunction, args: tuple, kwargs: dict):
             key.append(name)
             values.append(name)
         elif isinstance(value, torch.Tensor):
-            setup.append(f"    p_{name} = {name}.data_ptr()")
+            setup.append(f"p_{name} = {name}.data_ptr()")
             key += [f"{name}.dtype", f"p_{name} & 15 == 0"]
             values.append(f"p_{name}")
         elif isinstance(value, bool) or value is None or isinstance(value, float):
@@ -89,9 +96,23 @@ def _make_binder(jit: JITFunction, args: tuple, kwargs: dict):
         else:  # a tensor descriptor: its dtype, block and layout are part of the type
             key += [f"{name}.base.dtype", f"tuple({name}.block_shape)", f"getattr({name}, 'layout', None)"]
             values.append(name)
-    order = [*names[:len(args)], *kwargs]
-    source = "\n".join([f"def bind(device, {', '.join(order)}):", *setup,
-                        f"    return ({', '.join(key)},), ({', '.join(values)},)"])
+    values = ", ".join(values)
+    source = f"""
+def bind(grid, {', '.join([*names[:len(args)], *kwargs])}):
+    device = current_device()
+    {'; '.join(setup) or 'pass'}
+    key = ({', '.join(key)},)
+    found = get(key)
+    if found is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        return miss(key if found is None else None, grid, ({''.join(f'{name}, ' for name in names[:len(args)])}),
+                    dict({', '.join(f'{name}={name}' for name in kwargs)}))
+    short, call, function, cooperative, pdl, packed = found
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    if short:
+        call(x, y, z, raw_stream(device), function, cooperative, pdl, None, None, packed, None, None, None, {values})
+    else:
+        call(x, y, z, raw_stream(device), function, packed, None, None, None, {values})
+"""
     exec(source, scope)
     return scope["bind"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from kdagen.launch import FastKernel, _make_binder
+from kdagen.launch import FastKernel, make_binder
 
 
 def kernel(p_x, p_y, n, step, scale, BLOCK, FLAG=False):
@@ -23,8 +23,19 @@ def jit():
     return made
 
 
+def bind(jit, args, kwargs, found=None):
+    """(key, what was launched or missed) of one call."""
+    keys, calls = [], []
+    launch = found and (True, lambda *values: calls.append(values), "function", False, False, "packed")
+    get = lambda key: (keys.append(key), launch)[1]
+    binder = make_binder(jit, args, kwargs, get, lambda *missed: calls.append(missed))
+    binder.__globals__["raw_stream"] = lambda device: "stream"
+    binder((2, 3), *args, **kwargs)
+    return keys[0], calls[0]
+
+
 def key(jit, *args, **kwargs):
-    return _make_binder(jit, args, kwargs)(0, *args, **kwargs)[0]
+    return bind(jit, args, kwargs)[0]
 
 
 def tensor(dtype=torch.float32, offset=0):
@@ -33,9 +44,24 @@ def tensor(dtype=torch.float32, offset=0):
 
 def test_values_are_in_signature_order_with_pointers_as_integers(jit):
     x, y = tensor(), tensor()
-    bind = _make_binder(jit, (x, y, 5, 7, 0.5), {"BLOCK": 16, "num_warps": 4})
-    _, values = bind(0, x, y, 5, 7, 0.5, BLOCK=16, num_warps=4)
-    assert values == (x.data_ptr(), y.data_ptr(), 5, 7, 0.5, 16, False)
+    _, launched = bind(jit, (x, y, 5, 7, 0.5), {"BLOCK": 16, "num_warps": 4}, found=True)
+    assert launched[:5] == (2, 3, 1, "stream", "function")
+    assert launched[-7:] == (x.data_ptr(), y.data_ptr(), 5, 7, 0.5, 16, False)
+
+
+def test_a_miss_gets_the_call_as_it_was_made(jit):
+    args, kwargs = (tensor(), None, 5, 7, 0.5), {"BLOCK": 16, "num_warps": 4}
+    made, (missed_key, grid, missed_args, missed_kwargs) = bind(jit, args, kwargs)
+    assert (missed_key, grid, missed_kwargs) == (made, (2, 3), kwargs)
+    assert all(a is b for a, b in zip(missed_args, args))
+
+
+def test_hooked_launches_go_through_triton(jit, monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    _, missed = bind(jit, (tensor(), None, 5, 7, 0.5), {"BLOCK": 16}, found=True)
+    assert missed[0] is None, "a hooked launch must not be remembered as a miss"
 
 
 @pytest.mark.parametrize("change", [
@@ -54,9 +80,12 @@ def test_what_does_not_change_the_kernel_keeps_the_key(jit, change):
 
 
 def test_the_device_is_part_of_the_key(jit):
-    args = (tensor(), tensor(), 5, 7, 0.5)
-    bind = _make_binder(jit, args, {"BLOCK": 16})
-    assert bind(0, *args, BLOCK=16)[0] != bind(1, *args, BLOCK=16)[0]
+    args, seen = (tensor(), tensor(), 5, 7, 0.5), []
+    for device in (0, 1):
+        binder = make_binder(jit, args, {"BLOCK": 16}, seen.append, lambda *missed: None)
+        binder.__globals__["current_device"] = lambda device=device: device
+        binder((1,), *args, BLOCK=16)
+    assert seen[0] != seen[1]
 
 
 def test_keys_agree_with_tritons_own_specialisation(jit):
