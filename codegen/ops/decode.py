@@ -19,6 +19,7 @@ from kdagen.ops._decode_checks import (
     check_rows_contiguous,
     check_states,
     check_vector,
+    layout,
 )
 from kdagen.spec import Problem, Spec
 
@@ -120,19 +121,15 @@ def fused_recurrent_kda(
     return out, final_state
 
 
-def _layout(tensor: torch.Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-
-
 def _run(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted, has_initial,
     scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first, checked,
 ) -> None:
     """The op itself: writes out and final_state. With state_indices, final_state is the pool, also read."""
     key = (
-        _layout(q), _layout(k), _layout(v), _layout(g), _layout(beta), _layout(out), _layout(initial_state),
-        _layout(final_state), _layout(state_indices), _layout(cu_seqlens), _layout(A_log), _layout(dt_bias),
-        _layout(num_accepted), _layout(has_initial), scale, lower_bound, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,
+        layout(q), layout(k), layout(v), layout(g), layout(beta), layout(out), layout(initial_state),
+        layout(final_state), layout(state_indices), layout(cu_seqlens), layout(A_log), layout(dt_bias),
+        layout(num_accepted), layout(has_initial), scale, lower_bound, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,
     )
     plan = _MEMO.get(key)
     if plan is None or not q.is_cuda:
