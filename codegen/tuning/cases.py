@@ -53,9 +53,9 @@ class Case:
         """The sizes at which the oracle is affordable; the problem itself where that is always so."""
         return problem
 
-    def tolerance(self, spec: Spec) -> float:
-        """The largest relative error that a right kernel shows in this dtype."""
-        return {"bf16": 6e-3, "fp16": 4e-3, "fp32": 1e-3}.get(spec.dtype, 0.0)
+    def tolerance(self, spec: Spec, output: str) -> float:
+        """The largest relative error that a right kernel shows in this output: its rounding, and little more."""
+        return {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}.get(spec.dtype, 0.0)
 
 
 def case(name: str):
@@ -84,11 +84,25 @@ def names() -> list[str]:
     return [name for name in families.NAMES if name in _CASES]
 
 
-def generator(seed: int, device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(seed)
+class Random:
+    """Tensors of one seed on one device."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self.device = device
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32).mul_(scale).to(dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device).mul_(high - low).add_(low)
+
+    def order(self, n: int) -> torch.Tensor:
+        """A permutation of 0..n-1, int32."""
+        return torch.randperm(n, generator=self.generator, device=self.device).to(torch.int32)
 
 
-def boundaries(problem: Problem, device: torch.device) -> torch.Tensor:
-    """cu_seqlens of ``seqs`` sequences of nearly equal length, int32 [N + 1]."""
+def boundaries(problem: Problem) -> torch.Tensor:
+    """cu_seqlens of ``seqs`` sequences of nearly equal length, int32 [N + 1], on the CPU."""
     steps = torch.arange(problem.seqs + 1, dtype=torch.int64)
-    return (steps * problem.tokens // problem.seqs).to(torch.int32).to(device)
+    return (steps * problem.tokens // problem.seqs).to(torch.int32)

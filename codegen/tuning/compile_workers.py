@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from kdagen import compile as compiling
 from kdagen import loader
-from kdagen.spec import Target, parse
+from kdagen.spec import Schedule, Spec, Target, Variant, parse
 from kdagen.tuning.workers import Pool
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
@@ -23,12 +23,21 @@ MAX_STACK = 1024     # bytes of stack frame a thread: beyond it a schedule only 
 
 
 @contextmanager
-def recording(launches: list[dict]) -> Iterator[None]:
-    """Inside the block every Triton launch that would compile is noted in ``launches``, and neither compiled nor run."""
+def recording(launches: list[dict], compiled: set[tuple] = frozenset()) -> Iterator[None]:
+    """Inside the block a Triton launch that would compile is noted in ``launches``, and neither compiled nor run.
+
+    Launches in ``compiled`` (as ``key`` makes them) do run: Triton finds them in its cache.
+    """
     from triton import knobs
 
     def note(*, fn, compile, **_):
-        launches.append({"kernel": fn.name.rsplit(".", 1)[-1], "specialization": compile["specialization_data"]})
+        source = fn.jit_function.fn.__globals__
+        schedule = Schedule.make(warps=0, stages=0, **source["SCHEDULE"])
+        launch = {"variant": Variant(Spec.of_literal(source["SPEC"]), schedule).name,
+                  "kernel": fn.jit_function.fn.__name__, "specialization": compile["specialization_data"]}
+        if key(launch) in compiled:
+            return False
+        launches.append(launch)
         return True
 
     before = knobs.runtime.jit_cache_hook
@@ -37,6 +46,11 @@ def recording(launches: list[dict]) -> Iterator[None]:
         yield
     finally:
         knobs.runtime.jit_cache_hook = before
+
+
+def key(launch: dict) -> tuple[str, str, str]:
+    """What tells one noted launch from another."""
+    return launch["variant"], launch["kernel"], launch["specialization"]
 
 
 def compile_launch(job: dict) -> dict:

@@ -1,4 +1,4 @@
-"""The journal of a sweep: one JSON line an event, written through at once, so that a sweep can stop anywhere and go on.
+"""The journal of a sweep: one JSON line an event, flushed at once, so that a sweep can stop anywhere and go on.
 
 Events, each with the hash of what was measured (``inputs``), so that a later template invalidates an old entry:
 ``compiled`` (resources, or why not), ``screened`` (microseconds), ``verified`` (error and repeats), ``timed`` (final
@@ -8,7 +8,6 @@ time and noise), and ``failed`` (which stage, why). The last event of a (stage, 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from threading import Lock
 
@@ -45,7 +44,6 @@ class Journal:
             self._learn(event)
             self._file.write(json.dumps(event, sort_keys=True) + "\n")
             self._file.flush()
-            os.fsync(self._file.fileno())
         return event
 
     def known(self, stage: str, point: str, candidate: str, inputs: str) -> dict | None:

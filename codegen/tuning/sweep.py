@@ -18,11 +18,13 @@ from kdagen import families, table
 from kdagen.render import inputs_hash
 from kdagen.spec import Schedule, Target
 from kdagen.tuning import choose, compile_workers
+from kdagen.tuning.ahead import Ahead, wire
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.space import Candidate, Point
 from kdagen.tuning.workers import Failed, Worker
 
 JOB_TIMEOUT_S = 60.0
+NEARBY_OCTAVES = 4
 
 
 class Runner(Protocol):
@@ -62,7 +64,7 @@ class Settings:
     compile_timeout_s: float = 60.0
     seed: int = 0
     final_ms: float = 30.0       # a finalist's share of the final race
-    hopeless: float = 1.5        # slower by this factor at two buckets of the Spec: not screened at the others
+    hopeless: float = 1.5        # slower by this factor at the two nearest buckets: not screened at this one
 
 
 @dataclass
@@ -85,11 +87,10 @@ class Sweep:
                                                               self.settings.compile_timeout_s)
         self.stopped = threading.Event()
         self.env: dict = {}
+        self.before = table.read(self.out, skipped=[])
         self.finals: dict[str, dict[tuple, choose.Finals]] = {}
         self.times: dict[str, dict[str, dict[str, float]]] = {}   # Spec -> point -> candidate -> screened us
-        self.prepared = {point.name: threading.Event() for point in self.points}
-        self.fit: dict[str, list[Candidate]] = {}                 # point -> compiled candidates
-        self.launches: dict[tuple, str | None] = {}               # launch -> None if it compiled, else why not
+        self.ahead = Ahead(self)
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
         self.turn = {id(runner): threading.Lock() for runner in self.runners}
@@ -99,14 +100,14 @@ class Sweep:
     def run(self) -> list[table.Row]:
         """Sweep until all points are done, the budget is over, or Ctrl-C; then the rows, also written to ``out``."""
         self.reporter.begin(len(self.points))
-        self.env = self._environment()
         todo = iter(self.points)
-        threads = [threading.Thread(target=self._guard, args=(self._prepare_all,), daemon=True)]
+        threads = [threading.Thread(target=self._guard, args=(self.ahead.prepare_all,), daemon=True)]
         threads += [threading.Thread(target=self._guard, args=(self._measure_all, runner, todo), daemon=True)
                     for runner in self.runners]
-        for thread in threads:
-            thread.start()
         try:
+            self.env = self._environment()
+            for thread in threads:
+                thread.start()
             while any(thread.is_alive() for thread in threads[1:]):
                 for thread in threads[1:]:
                     thread.join(0.1)
@@ -132,7 +133,7 @@ class Sweep:
     def over(self) -> bool:
         return self.stopped.is_set() or time.monotonic() > self.deadline
 
-    def _call(self, runner: Runner, job: dict, timeout_s: float = JOB_TIMEOUT_S) -> dict | list | Failed:
+    def call(self, runner: Runner, job: dict, timeout_s: float = JOB_TIMEOUT_S) -> dict | list | Failed:
         """One job at a time a runner: the preparing thread and the measuring thread take turns."""
         with self.turn[id(runner)]:
             if self.stopped.is_set():
@@ -141,54 +142,11 @@ class Sweep:
             return runner.call(job, min(timeout_s, max(5.0, left + 5.0)))
 
     def _environment(self) -> dict:
-        env = self._call(self.runners[0], {"do": "environment"}, 120.0)
+        env = self.call(self.runners[0], {"do": "environment"}, 120.0)
         if isinstance(env, Failed):
             raise RuntimeError(f"the measuring process does not start: {env.why}")
-        self.target = Target(env.pop("arch"), env["slug"], env["sms"], env.pop("smem"))
+        self.target = Target(env["arch"], env["slug"], env["sms"], env.pop("smem"))
         return env
-
-    # Preparing: plan and compile
-
-    def _prepare_all(self) -> None:
-        for number, point in enumerate(self.points):
-            if self.over:
-                return
-            self._prepare(point, self.runners[number % len(self.runners)])
-            self.prepared[point.name].set()
-
-    def _prepare(self, point: Point, runner: Runner) -> None:
-        """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows."""
-        fit, todo = [], []
-        for candidate in self.candidates[point.spec.name]:
-            if candidate.refused is None and not self._known("compiled", point, candidate):  # noted only when refused
-                (fit if self._known("screened", point, candidate) else todo).append(candidate)
-        if todo:
-            plans = self._call(runner, self._job("plan", point, candidates=[_wire(c) for c in todo]), 5 * JOB_TIMEOUT_S)
-            if isinstance(plans, Failed):  # measure without a plan: the launches compile where they run
-                plans = [{"launches": []}] * len(todo)
-            self._compile({_launch_key(c, launch): {"variant": c.variant.name, "arch": self.target.arch} | launch
-                           for c, plan in zip(todo, plans) for launch in plan.get("launches", ())
-                           if _launch_key(c, launch) not in self.launches})
-            for candidate, plan in zip(todo, plans):
-                bad = (self.launches.get(_launch_key(candidate, launch)) for launch in plan.get("launches", ()))
-                why = plan.get("failed") or next(filter(None, bad), None)
-                if why:
-                    self._note("compiled", point, candidate, failed=why)
-                else:
-                    fit.append(candidate)
-        self.fit[point.name] = fit
-
-    def _compile(self, wanted: dict[tuple, dict]) -> None:
-        results = self.compiler.run(list(wanted.values()))
-        for done, (job, report) in enumerate(results, 1):
-            key = (job["variant"], job["kernel"], job["specialization"])
-            if isinstance(report, Failed):
-                self.launches[key] = f"{job['kernel']} did not compile ({report.kind}): {report.why}"
-            else:
-                self.launches[key] = compile_workers.refuse_resources(report, self.target)
-            self.reporter.compiled(done, len(wanted))
-            if self.over:
-                return
 
     # Measuring
 
@@ -198,18 +156,18 @@ class Sweep:
                 point = next(todo, None)
             if point is None:
                 return
-            while not self.prepared[point.name].wait(0.2):
-                if self.over:
-                    return
-            result = self._measure(point, runner)
+            fit = self.ahead.wait(point)
+            if fit is None:
+                return
+            result = self._measure(point, runner, fit)
             if result is not None:
                 self.reporter.finish(point.name, result)
                 self.write()
 
-    def _measure(self, point: Point, runner: Runner) -> str | None:
+    def _measure(self, point: Point, runner: Runner, fit: list[Candidate]) -> str | None:
         """Screen, verify and time one point; what came out in words, or None if the budget ended before."""
         default = families.get(point.spec.family).default(point.spec, self.target, point.problem)
-        screened = self._screen(point, runner, default)
+        screened = self._screen(point, runner, fit, default)
         if screened is None:
             return None
         if not screened:
@@ -234,67 +192,65 @@ class Sweep:
             return "no candidate was right"
         return self._time(point, finalists, default, runner)
 
-    def _screen(self, point: Point, runner: Runner, default: Schedule) -> dict[Candidate, float] | None:
+    def _screen(self, point: Point, runner: Runner, fit: list[Candidate],
+                default: Schedule) -> dict[Candidate, float] | None:
         screened: dict[Candidate, float] = {}
         mine = self.times.setdefault(point.spec.name, {})
-        fit = self.fit[point.name]
         for number, candidate in enumerate(sorted(fit, key=lambda c: c.schedule != default)):  # the default first
-            known = self._known("screened", point, candidate)
+            known = self.known("screened", point, candidate)
             if known is None:
                 if self.over:
                     return None
                 if candidate.schedule != default and self._hopeless(point, candidate):
-                    self._note("screened", point, candidate, failed="far behind at the buckets nearby")
+                    self.note("screened", point, candidate, failed="far behind at the buckets nearby")
                     continue
                 self.reporter.step(point.name, f"screening {number + 1} of {len(fit)}")
-                result = self._call(runner, self._job("screen", point, candidate=_wire(candidate),
+                result = self.call(runner, self.job("screen", point, candidate=wire(candidate),
                                                       best_us=min(screened.values(), default=None)))
                 if isinstance(result, Failed) and result.kind == "stopped":
                     return None
-                known = self._note("screened", point, candidate, **_values(result))
+                known = self.note("screened", point, candidate, **_values(result))
             if not known.get("failed"):
                 screened[candidate] = known["us"]
                 mine.setdefault(point.name, {})[candidate.name] = known["us"]
         return screened
 
     def _hopeless(self, point: Point, candidate: Candidate) -> bool:
-        """Whether the candidate was far behind at the Spec's two measured buckets nearest to this one."""
-        finals = self.finals.get(point.spec.name, {})
-        near = sorted(finals, key=lambda load: (max(abs(a - b) for a, b in zip(load, point.load)), load))[:2]
-        if len(near) < 2:
-            return False
-        for load in near:
+        """Whether it was far behind at the two nearest buckets where it was screened, none of them far from here."""
+        behind = []
+        for load in self.finals.get(point.spec.name, {}):
             times = self.times[point.spec.name].get(f"{point.spec.name}@{load[0]},{load[1]}", {})
-            if not times or times.get(candidate.name, 0.0) <= self.settings.hopeless * min(times.values()):
-                return False
-        return True
+            octaves = max(abs(a - b) for a, b in zip(load, point.load))
+            if candidate.name in times and octaves <= NEARBY_OCTAVES:
+                behind.append((octaves, load, times[candidate.name] > self.settings.hopeless * min(times.values())))
+        return len(behind) > 1 and all(far for _, _, far in sorted(behind)[:2])
 
     def _verified(self, point: Point, candidate: Candidate, runner: Runner) -> dict | None:
-        known = self._known("verified", point, candidate)
+        known = self.known("verified", point, candidate)
         if known is None:
             if self.over:
                 return None
-            result = self._call(runner, self._job("verify", point, candidate=_wire(candidate),
+            result = self.call(runner, self.job("verify", point, candidate=wire(candidate),
                                                   seed=self.settings.seed + 1_000_003))
             if isinstance(result, Failed) and result.kind == "stopped":
                 return None
-            known = self._note("verified", point, candidate, **_values(result))
+            known = self.note("verified", point, candidate, **_values(result))
         return None if known.get("failed") else known
 
     def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner) -> str:
-        known = {c: self._known("timed", point, c) for c in finalists}
+        known = {c: self.known("timed", point, c) for c in finalists}
         if not all(known.values()):
             self.reporter.step(point.name, f"timing {len(finalists)}")
-            result = self._call(runner, self._job("time", point, candidates=[_wire(c) for c in finalists],
+            result = self.call(runner, self.job("time", point, candidates=[wire(c) for c in finalists],
                                                   budget_ms=self.settings.final_ms))
             if isinstance(result, Failed):
                 if result.kind != "stopped":
-                    self._note("timed", point, finalists[0], failed=result.why)
+                    self.note("timed", point, finalists[0], failed=result.why)
                 return f"final timing failed: {result.why}"
-            known = {c: self._note("timed", point, c, **times) for c, times in zip(finalists, result["times"])}
+            known = {c: self.note("timed", point, c, **times) for c, times in zip(finalists, result["times"])}
         timed = []
         for candidate, event in known.items():
-            checked = self._known("verified", point, candidate)
+            checked = self.known("verified", point, candidate)
             if not event.get("failed"):
                 timed.append(choose.Timed(candidate.schedule, event["us"], event["noise"], checked["err"],
                                           checked["repeat"]))
@@ -319,11 +275,11 @@ class Sweep:
                       for row in choose.rows(specs[name], buckets, self.env, self.target))
 
     def write(self) -> list[table.Row]:
-        """Merge the rows into ``out`` by the hysteresis rule."""
+        """Merge the rows, by the hysteresis rule, into what ``out`` held before this sweep."""
         rows = self.rows()
-        if rows or self.out.exists():
-            with self.lock:
-                table.write(self.out, table.merge(table.read(self.out, skipped=[]), rows))
+        with self.lock:
+            if rows or self.before:
+                table.write(self.out, table.merge(self.before, rows))
         return rows
 
     def regret(self) -> dict[str, float]:
@@ -340,22 +296,14 @@ class Sweep:
 
     # Helpers
 
-    def _job(self, do: str, point: Point, **more) -> dict:
+    def job(self, do: str, point: Point, **more) -> dict:
         return {"do": do, "spec": point.spec.literal, "problem": list(point.problem)} | more
 
-    def _known(self, stage: str, point: Point, candidate: Candidate) -> dict | None:
+    def known(self, stage: str, point: Point, candidate: Candidate) -> dict | None:
         return self.journal.known(stage, point.name, candidate.name, inputs_hash(candidate.variant))
 
-    def _note(self, stage: str, point: Point, candidate: Candidate, **values) -> dict:
+    def note(self, stage: str, point: Point, candidate: Candidate, **values) -> dict:
         return self.journal.note(stage, point.name, candidate.name, inputs_hash(candidate.variant), **values)
-
-
-def _launch_key(candidate: Candidate, launch: dict) -> tuple[str, str, str]:
-    return candidate.variant.name, launch["kernel"], launch["specialization"]
-
-
-def _wire(candidate: Candidate) -> list:
-    return [candidate.variant.name, candidate.schedule.warps, candidate.schedule.stages]
 
 
 def _values(result: dict | Failed) -> dict:

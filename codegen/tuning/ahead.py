@@ -1,0 +1,102 @@
+"""The part of a sweep that runs ahead of the measuring: which launches a candidate makes, and compiling them.
+
+The GPU's process plans (it alone can make the op's arguments), processes that see no GPU compile. An op of several kernels
+may stumble over the first one that gave nothing; it is planned again once that one is compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kdagen.tuning import compile_workers
+from kdagen.tuning.space import Candidate, Point
+from kdagen.tuning.workers import Failed
+
+if TYPE_CHECKING:
+    from kdagen.tuning.sweep import Runner, Sweep
+
+PLAN_ROUNDS = 6
+PLAN_TIMEOUT_S = 300.0
+
+
+class Ahead:
+    """Prepares the sweep's points in their order; ``wait(point)`` gives the candidates that compile there."""
+
+    def __init__(self, sweep: Sweep):
+        self.sweep = sweep
+        self.done = {point.name: threading.Event() for point in sweep.points}
+        self.fit: dict[str, list[Candidate]] = {}
+        self.launches: dict[tuple, str | None] = {}  # launch -> None if it compiled, else why not
+
+    def wait(self, point: Point) -> list[Candidate] | None:
+        """The candidates fit to be measured, once they are known; None if the sweep ends first."""
+        while not self.done[point.name].wait(0.2):
+            if self.sweep.over:
+                return None
+        return self.fit[point.name]
+
+    def prepare_all(self) -> None:
+        for number, point in enumerate(self.sweep.points):
+            if self.sweep.over:
+                return
+            self._prepare(point, self.sweep.runners[number % len(self.sweep.runners)])
+            self.done[point.name].set()
+
+    def _prepare(self, point: Point, runner: Runner) -> None:
+        """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows."""
+        fit, todo = [], []
+        for candidate in self.sweep.candidates[point.spec.name]:
+            if candidate.refused is None and not self.sweep.known("compiled", point, candidate):  # noted only when refused
+                (fit if self.sweep.known("screened", point, candidate) else todo).append(candidate)
+        needs: dict[Candidate, set[tuple]] = {candidate: set() for candidate in todo}
+        refused: dict[Candidate, str] = {}
+        again = todo
+        for _ in range(PLAN_ROUNDS):
+            if not again or self.sweep.over:
+                break
+            again = self._plan(point, runner, again, needs, refused)
+        for candidate in todo:
+            why = refused.get(candidate) or next(filter(None, map(self.launches.get, sorted(needs[candidate]))), None)
+            if why:
+                self.sweep.note("compiled", point, candidate, failed=why)
+            else:
+                fit.append(candidate)
+        self.fit[point.name] = fit
+
+    def _plan(self, point: Point, runner: Runner, todo: list[Candidate], needs: dict, refused: dict) -> list[Candidate]:
+        """Plan the candidates and compile what they launch; those whose plan is incomplete, and led to something new."""
+        good = [key for candidate in todo for key in needs[candidate] if self.launches.get(key, "") is None]
+        plans = self.sweep.call(runner, self.sweep.job("plan", point, candidates=[wire(c) for c in todo], compiled=good),
+                           PLAN_TIMEOUT_S)
+        if isinstance(plans, Failed):  # measure without a plan: the launches compile where they run
+            return []
+        wanted, again = {}, []
+        for candidate, plan in zip(todo, plans):
+            found = {compile_workers.key(launch): launch for launch in plan["launches"]}
+            if plan.get("failed"):
+                refused[candidate] = plan["failed"]
+            elif plan.get("incomplete") and not found.keys() <= needs[candidate]:
+                again.append(candidate)
+            needs[candidate] |= found.keys()
+            wanted |= {key: launch | {"arch": self.sweep.target.arch} for key, launch in found.items()
+                       if key not in self.launches}
+        self._compile(wanted)
+        return [c for c in again if not any(map(self.launches.get, needs[c]))]
+
+    def _compile(self, wanted: dict[tuple, dict]) -> None:
+        results = self.sweep.compiler.run(list(wanted.values()))
+        for done, (job, report) in enumerate(results, 1):
+            key = compile_workers.key(job)
+            if isinstance(report, Failed):
+                self.launches[key] = f"{job['kernel']} did not compile ({report.kind}): {report.why}"
+            else:
+                self.launches[key] = compile_workers.refuse_resources(report, self.sweep.target)
+            self.sweep.reporter.compiled(done, len(wanted))
+            if self.sweep.over:
+                return
+
+
+def wire(candidate: Candidate) -> list:
+    """A candidate as a job names it."""
+    return [candidate.variant.name, candidate.schedule.warps, candidate.schedule.stages]

@@ -1,0 +1,54 @@
+"""The sweep's cases of the step's tables: integers, compared exactly."""
+
+from __future__ import annotations
+
+import torch
+
+from kdagen import reference
+from kdagen.ops.metadata import step_tables
+from kdagen.spec import Problem, Spec
+from kdagen.tuning.cases import TORCH_DTYPES, Case, Random, case
+
+CONV_BLOCKS = (8, 64, 16, 32, 128, 4, 2, 256, 512, 1024, 12, 20, 24, 40, 48, 56)
+
+
+@case("step_tables")
+class StepTables(Case):
+    """Bounded mode, as a captured step uses it. All sizes are one load bucket: a batch of 256 sequences stands for them."""
+
+    def problems(self, spec: Spec) -> list[Problem]:
+        return [Problem(8192, 256, 1)]
+
+    def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:
+        random = Random(seed, torch.device("cpu"))
+        cuts = random.order(problem.tokens - 1)[: problem.seqs - 1].sort().values + 1
+        edges = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), problem.tokens)])
+        return {"cu_seqlens": edges.to(TORCH_DTYPES[spec.dtype]).to(device), "tokens": problem.tokens}
+
+    def run(self, spec: Spec, inputs: dict) -> dict:
+        tables = step_tables(**inputs, chunk_size=spec.chunk, blocks=CONV_BLOCKS[: spec.schedules], rows=spec.chunk > 0)
+        out = {"counts": tables.counts}
+        if spec.chunk:
+            out |= {"indices": tables.chunk_indices, "offsets": tables.chunk_offsets}
+        for block, schedule in tables.schedules.items():
+            out |= {f"seq_{block}": schedule["batch_ptr"], f"part_{block}": schedule["token_chunk_offset_ptr"]}
+        return out
+
+    def oracle(self, spec: Spec, inputs: dict) -> dict:
+        edges, bound = inputs["cu_seqlens"], inputs["tokens"]
+        size = lambda block: -(-bound // block) + len(edges) - 1
+        pad = lambda x, rows: torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), -1)])
+        out, counts = {}, []
+        if spec.chunk:
+            indices, offsets = reference.chunk_table(edges, spec.chunk)
+            out |= {"indices": pad(indices, size(spec.chunk)), "offsets": offsets}
+            counts.append(len(indices))
+        for block in CONV_BLOCKS[: spec.schedules]:
+            table = reference.conv_schedule(edges, block)
+            out |= {f"seq_{block}": pad(table["batch_ptr"], size(block)),
+                    f"part_{block}": pad(table["token_chunk_offset_ptr"], size(block))}
+            counts.append(table["tot"])
+        return out | {"counts": torch.tensor(counts, dtype=torch.int32, device=edges.device)}
+
+    def bytes_moved(self, spec: Spec, problem: Problem) -> float:
+        return 4.0 * problem.seqs + 16.0 * problem.tokens / 64
