@@ -8,7 +8,8 @@ _HOME = {
     "Batch": "batch", "Checkpoint": "batch", "CheckpointTable": "batch", "KDAMetadata": "batch", "NULL_SLOT": "batch",
     "KDAMetadataBuilder": "builder", "GraphStaging": "staging", "StaleGraphInput": "staging",
     "CacheFull": "cache", "KDACache": "cache",
-    "KDAConfig": "config", "KDALayer": "layer", "Engine": "loop", "Request": "loop", "run_demo": "loop",
+    "KDAConfig": "config", "KDALayer": "layer", "random_weights": "layer", "shard_weights": "layer",
+    "DecodeGraphs": "graphs", "Engine": "engine", "Request": "engine", "run_demo": "loop",
 }
 __all__ = sorted(_HOME)
 

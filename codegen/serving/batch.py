@@ -115,19 +115,22 @@ class KDAMetadata:
     token_chunk_offset_ptr: torch.Tensor | None = None
     checkpoint: CheckpointTable | None = None                  # interior states to export while prefilling
     dense_decode: bool = False               # decode rows are rows 0.. with one token each, so token i belongs to row i
+    spec_leads: bool = False                 # the speculative rows come first: both classes' tokens are slices
     staged: str | None = None                # "decode" or "spec": the tensors are the graph's persistent inputs
     epoch: int = 0                           # which call of GraphStaging wrote them
 
 
 class CheckpointTable(NamedTuple):
-    """Interior states to export: after ``offsets[i]`` tokens of prefilled row ``rows[i]``, into slot ``state_indices[i]``.
+    """Interior states to export: after ``offsets[i]`` tokens of prefilled row i, into slot ``state_indices[i]``.
 
     offsets and state_indices are [Np] int32 on the device, one per prefilled row, 0 and ``NULL_SLOT`` where nothing is
-    exported; ``exported`` lists (row of the batch, offset) on the host, for the engine's prefix table.
+    exported; rows [E] int64 are the E prefilled rows that export, in the prefill tables' numbering; ``exported`` lists
+    (row of the batch, offset) on the host, for the engine's prefix table.
     """
 
     offsets: torch.Tensor
     state_indices: torch.Tensor
+    rows: torch.Tensor
     exported: tuple[tuple[int, int], ...]
 
 

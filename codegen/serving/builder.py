@@ -171,6 +171,7 @@ class KDAMetadataBuilder:
             others &= lens > 0  # so that token i of the decodes belongs to their row i
         spec_rows, other_rows = mask.nonzero()[0], others.nonzero()[0]
         of_token = np.repeat(mask, lens)
+        metadata.spec_leads = bool(mask[:len(spec_rows)].all())
         other_lens, other_starts = lens[other_rows], _boundaries(lens[other_rows])
         (metadata.spec_token_indx, metadata.non_spec_token_indx, spec_index, other_index, metadata.spec_query_start_loc,
          metadata.non_spec_query_start_loc, device_lens, metadata.spec_sequence_masks) = pack(

@@ -33,13 +33,16 @@ def plan(batch: Batch, metadata: KDAMetadata, rows: np.ndarray, lens: np.ndarray
     if not offsets.any():
         return None
     given = slots != NULL_SLOT
-    exported = tuple((int(rows[i]), int(offsets[i])) for i in np.flatnonzero(offsets))
+    exporting = offsets.nonzero()[0]
+    exported = tuple((int(rows[i]), int(offsets[i])) for i in exporting)
+    device = metadata.block_table.device
     if block_size is None:
-        return CheckpointTable(*pack(metadata.block_table.device, ints=(offsets, slots)), exported)
-    index, columns, device_offsets, device_slots, from_table = pack(
-        metadata.block_table.device, longs=(rows, blocks), ints=(offsets, slots), bools=((offsets > 0) & ~given,))
+        chosen, device_offsets, device_slots = pack(device, longs=(exporting,), ints=(offsets, slots))
+        return CheckpointTable(device_offsets, device_slots, chosen, exported)
+    chosen, index, columns, device_offsets, device_slots, from_table = pack(
+        device, longs=(exporting, rows, blocks), ints=(offsets, slots), bools=((offsets > 0) & ~given,))
     looked_up = metadata.block_table[index, columns]
-    return CheckpointTable(device_offsets, torch.where(from_table, looked_up, device_slots), exported)
+    return CheckpointTable(device_offsets, torch.where(from_table, looked_up, device_slots), chosen, exported)
 
 
 def _asked_for(batch: Batch, rows: np.ndarray, lens: np.ndarray, chunk: int, offsets: np.ndarray, slots: np.ndarray) -> None:

@@ -70,7 +70,7 @@ class KDAConfig:
         return -(-last.stop // ALIGN) * ALIGN
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of a rank. A_log, dt_bias, conv and norm are fp32, the others of the model's dtype."""
+        """Name -> shape of a rank's tensors. A_log, dt_bias, conv and norm are fp32, the others in the model's dtype."""
         shapes = {
             "in_proj": (self.packed, self.hidden), "f_b": (self.P, self.gate_rank), "conv": (3 * self.P, self.conv_width),
             "A_log": (self.heads,), "dt_bias": (self.heads, self.head_dim), "norm": (self.head_dim,),
