@@ -10,13 +10,12 @@ from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
 from kdagen.spec import Schedule, Spec
 
 MAX_K = 1024
-TILE = 4096  # elements a program of the default schedule
 
 
 class Gate(Family):
     name = "gate"
     title = "KDA gate: log decay and beta, or their chunk-local cumulative sums"
-    space = {"bt": (1, 2, 4, 8, 16, 32, 64, 128), "bk": (32, 64, 128, 256)}
+    space = {"bt": (1, 2, 4, 8, 16, 32, 64), "bk": (32, 64, 128, 256)}  # tokens at a time, channels
     warps = (1, 2, 4, 8)
     chunked = True
 
@@ -34,28 +33,15 @@ class Gate(Family):
         bt, bk = schedule.block["bt"], schedule.block["bk"]
         if any(n < 1 or n & (n - 1) for n in (bt, bk)):
             return f"bt = {bt} and bk = {bk} are not both powers of two"
-        if spec.chunk and bt != spec.chunk:
-            return f"bt = {bt} is not the chunk of {spec.chunk} that a sum runs over"
+        if spec.chunk and bt > min(16, spec.chunk):
+            return f"bt = {bt} unrolled tokens of a cumulative sum are more than {min(16, spec.chunk)}"
         if bk > next_power_of_2(spec.k):
             return f"bk = {bk} is more than K = {spec.k} needs"
         return refuse_elements(bt * bk, schedule.warps, target)
 
     def default(self, spec, target=None, problem=None):
-        """Tiles of 4,096 elements on 4 warps; an eighth of it where there are too few tokens to fill a device."""
-        bk = min(next_power_of_2(spec.k), 128)
-        if spec.chunk:
-            return Schedule.make(bt=spec.chunk, bk=min(bk, max(32, TILE // spec.chunk)), warps=4)
-        small = problem is not None and problem.tokens * problem.heads < 32 * 1024
-        return self._plain(bk, small)
-
-    def _plain(self, bk: int, small: bool) -> Schedule:
-        return Schedule.make(bt=4, bk=bk, warps=1) if small else Schedule.make(bt=32, bk=bk, warps=4)
-
-    def default_schedules(self, spec):
-        if spec.chunk:
-            return (self.default(spec),)
-        bk = min(next_power_of_2(spec.k), 128)
-        return self._plain(bk, False), self._plain(bk, True)
+        """One warp with 128 channels, four of them a lane: of four tokens, or, in a sum, eight tokens' loads at a time."""
+        return Schedule.make(bt=8 if spec.chunk else 4, bk=min(next_power_of_2(spec.k), 128), warps=1)
 
     def load(self, spec, problem):
         """(tokens x heads, 1): nothing is serial."""

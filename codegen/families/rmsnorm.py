@@ -31,18 +31,9 @@ class RMSNorm(Family):
         return refuse_elements(br * next_power_of_2(spec.v), schedule.warps, target)
 
     def default(self, spec, target=None, problem=None):
-        """Tiles of about 2,048 elements on 4 warps; one warp and 512 elements where rows are too few to fill a device."""
-        small = problem is not None and problem.tokens * problem.heads < 16 * 1024
-        return self._of_size(spec, small)
-
-    def _of_size(self, spec: Spec, small: bool) -> Schedule:
+        """Tiles of 512 elements on one warp, so that many programs keep the memory busy; longer rows on four."""
         v = next_power_of_2(spec.v)
-        if small and v <= 512:
-            return Schedule.make(br=max(1, 512 // v), warps=1)
-        return Schedule.make(br=max(1, 2048 // v), warps=4)
-
-    def default_schedules(self, spec):
-        return self._of_size(spec, False), self._of_size(spec, True)
+        return Schedule.make(br=max(1, 512 // v), warps=1 if v <= 512 else 4)
 
     def load(self, spec, problem):
         """(tokens x heads, 1): nothing is serial."""
