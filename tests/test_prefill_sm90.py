@@ -63,8 +63,9 @@ class Recorder:
             self.seen.append((grid[0], [part for arg in args for part in self.expanded(arg)]))
             boxes = {n: f"tensordesc<bf16[64, {a.block_shape[-1]}]>" if hasattr(a, "block_shape") else "i32"
                      for n, a in zip(self.names, args)}
-            return SimpleNamespace(src=SimpleNamespace(signature=boxes), raw=lambda *a: self.seen.append((a[0], list(a[4:]))),
-                                   metadata=SimpleNamespace(tensordesc_meta=[None] * 16))
+            return SimpleNamespace(
+                src=SimpleNamespace(signature=boxes), metadata=SimpleNamespace(tensordesc_meta=[None] * 16),
+                raw=lambda *a: self.seen.append((a[0], list(a[4:]))))
 
         return launch
 
@@ -86,8 +87,11 @@ def recorded(monkeypatch):
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
     lane = SimpleNamespace(side=stream, high=stream, events=[SimpleNamespace(record=lambda s: None)] * 16)
     monkeypatch.setattr(prefill_sm90, "lanes", lambda device: lane)
-    monkeypatch.setattr(prefill_sm90.Work, "_compile", lambda self, key, stream, launch, *a, **o: prefill_sm90._KERNELS.__setitem__(
-        key, _tensor_maps.MapKernel.of(launch(*a, **o))))
+
+    def compile_only(self, key, stream, launch, *args, **options):
+        prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(launch(*args, **options))
+
+    monkeypatch.setattr(prefill_sm90.Work, "_compile", compile_only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(prefill_sm90, "_KERNELS", {})
@@ -116,16 +120,18 @@ def test_fast_launches_pass_what_plain_launches_pass(recorded, form, monkeypatch
     seen, kernels = recorded
     T, H, HV = 300, 1, 2
     bf16 = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
-    pool, slots, ints = torch.zeros(5, HV, 128, 128), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
-    pooled = form == "pool"
+    i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+    pool, slots, pooled = torch.zeros(5, HV, 128, 128), i32(4, 2), form == "pool"
+    only = lambda x: x if pooled else None
     cuts = {"serial": prefill_sm90.Plan("serial"), "windows": prefill_sm90.Plan("windows", (0, 2, 4, 5)),
             "segments": prefill_sm90.Plan("segments", (), 3, 2), "pool": prefill_sm90.Plan("serial")}
     call = prefill_plan.Call(
-        bf16(1, T, H, 128), bf16(1, T, H, 128), bf16(1, T, HV, 128), bf16(1, T, HV, 128), bf16(1, T, HV), torch.zeros(HV), None,
-        -5.0, 0.1, 2.0, True, True, bf16(1, T, HV, 128), torch.zeros(2, dtype=torch.int32), ints, torch.zeros(5, 4, dtype=torch.int32),
-        5, pool, slots[:, 1] if pooled else None, torch.ones(1, dtype=torch.bool) if pooled else None, pool,
-        slots[:, 0] if pooled else None, slots if pooled else None, slots if pooled else None, pool if pooled else None,
-        -1, 1, H, HV, True, False, 1 << 30, kernels)
+        q=bf16(1, T, H, 128), k=bf16(1, T, H, 128), v=bf16(1, T, HV, 128), g=bf16(1, T, HV, 128), beta=bf16(1, T, HV),
+        A_log=torch.zeros(HV), dt_bias=None, lower_bound=-5.0, scale=0.1, beta_scale=2.0, l2norm=True, sigmoid_beta=True,
+        out=bf16(1, T, HV, 128), cu_seqlens=i32(2), chunk_offsets=i32(8).long(), chunk_rows=i32(5, 4), longest=5,
+        h_in=pool, read_slots=only(slots[:, 1]), has_initial=only(torch.ones(1, dtype=torch.bool)), h_out=pool,
+        write_slots=only(slots[:, 0]), ckpt_offsets=only(slots), ckpt_slots=only(slots), ckpt_pool=only(pool), pad_slot=-1,
+        N=1, H=H, HV=HV, v_first=True, batch_invariant=False, max_workspace=1 << 30, kernels=kernels)
     prefix = torch.zeros(4096, dtype=torch.float16)
     memory = torch.empty(1 << 24, dtype=torch.uint8)
     monkeypatch.setattr(torch, "empty", lambda *a, **o: memory)  # both calls get the same workspace
@@ -142,8 +148,9 @@ def test_refuses_what_it_cannot_describe(recorded):
     seen, kernels = recorded
     x = torch.zeros(1, 64, 1, 129, dtype=torch.bfloat16)[..., :128]
     rows = torch.zeros(1, 4, dtype=torch.int32)
-    call = prefill_plan.Call(*[x] * 4, x[..., 0], None, None, -5.0, 0.1, 1.0, True, True, x, rows, rows, rows, 1, *[None] * 8,
-                             -1, 1, 1, 1, True, False, 1 << 30, kernels)
+    call = SimpleNamespace(q=x, k=x, v=x, g=x, chunk_rows=rows, HV=1, max_workspace=1 << 30, kernels=kernels)
+    assert None in [_tensor_maps.token_tiles(x)]
     assert not prefill_sm90.run(call, None)
-    assert not prefill_sm90.run(call._replace(max_workspace=10), None)
+    call.max_workspace = 10
+    assert not prefill_sm90.run(call, None)
     assert not seen
