@@ -100,6 +100,8 @@ class KDALayer(nn.Module):
         out = torch.empty(len(qkv), config.heads, config.head_dim, dtype=qkv.dtype, device=qkv.device)
         if rows < len(qkv):
             out[rows:].zero_()
+        if rows == 0:
+            return out.flatten(1)
         if accepted is not None:
             accepted = accepted[:rows]
         kda_decode_step(

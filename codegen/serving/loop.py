@@ -85,7 +85,8 @@ def run_demo(progress: Progress | None = None, *, device=None, seed: int = 0, nu
 
 def _row(name: str, requests: list[Request], error: float, allowed: float) -> dict:
     add = lambda value: sum(map(value, requests))
-    return {"request": name, "prompt": add(lambda r: len(r.prompt)), "generated": add(lambda r: len(r.tokens) - len(r.prompt)),
+    generated = add(lambda r: len(r.tokens) - len(r.prompt))
+    return {"request": name, "prompt": add(lambda r: len(r.prompt)), "generated": generated,
             "chunks": add(lambda r: r.chunks), "drafted": add(lambda r: r.drafted), "kept": add(lambda r: r.kept),
             "error": error, "tolerance": allowed, "agrees": error <= allowed}
 
