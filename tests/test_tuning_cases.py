@@ -21,9 +21,9 @@ SPECS = {
 }
 SIZES = {
     "step_tables": Problem(300, 7, 1), "conv_prefill": Problem(40, 3, 96), "conv_update": Problem(12, 3, 96),
-    "gate": Problem(32 * 21, 1, 1), "rmsnorm": Problem(37, 1, 1), "recurrent": Problem(8, 2, 2),
+    "gate": Problem(32 * 5, 1, 1), "rmsnorm": Problem(37, 1, 1), "recurrent": Problem(6, 2, 1),
     "decode_step": Problem(2, 2, 2), "prefill_prepare": Problem(40, 2, 1), "prefill_state": Problem(40, 2, 1),
-    "prefill_segments": Problem(16 * 20, 1, 1),
+    "prefill_segments": Problem(16 * 17, 1, 1),
 }
 TUNABLE = cases.names()
 
@@ -42,7 +42,7 @@ def job(name, schedule, **more):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "REPEATS", 1)
     measure._kept.clear()
     yield
     measure._kept.clear()
@@ -61,7 +61,7 @@ def test_schedules_pass_against_the_oracle(name):
     blocks = {schedule.source_key: schedule for schedule in usable}
     for schedule in [usable[0], list(blocks.values())[-1]]:
         found = measure.verify(job(name, schedule))
-        assert found["repeat"] == 2
+        assert found["repeat"] == 1
         assert 0 <= found["err"] <= max(cases.get(name).tolerance(spec_of(name), out) for out in ("o", "y", "state"))
 
 
@@ -136,6 +136,7 @@ def test_a_run_that_differs_from_the_first_is_found(monkeypatch):
         y = run(spec, inputs)["y"]
         return {"y": y + (1e-7 if len(calls) == 4 else 0.0)}
 
+    monkeypatch.setattr(measure, "REPEATS", 3)
     monkeypatch.setattr(case, "run", drifting)
     with pytest.raises(measure.Wrong, match="y of repeat 2 differs"):
         measure.verify(job("rmsnorm", families.get("rmsnorm").default(spec_of("rmsnorm"))))

@@ -12,6 +12,7 @@ import torch
 from kdagen import reference
 from kdagen.ops.conv import causal_conv1d, causal_conv1d_update
 from kdagen.ops.decode import fused_recurrent_kda
+from kdagen.ops.decode_step import kda_decode_step
 from kdagen.ops.gate import kda_gate
 from kdagen.ops.norm import gated_rmsnorm
 from kdagen.spec import DTYPES, Problem, Spec
@@ -71,6 +72,54 @@ class Recurrent(Case):
         return Problem(T * N, N, min(problem.heads, 8))
 
     def tolerance(self, spec: Spec, output: str) -> float:
+        return STATE_TOLERANCE if output == "state_pool" else super().tolerance(spec, output)
+
+
+@case("decode_step")
+class DecodeStep(Case):
+    """One token a sequence from a packed projection, in place on both pools."""
+
+    in_place = ("conv_pool", "state_pool")
+
+    def problems(self, spec: Spec) -> list[Problem]:
+        return space.decode_problems()
+
+    def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:
+        random, dtype = Random(seed, device), TORCH_DTYPES[spec.dtype]
+        N, H, K, V = problem.seqs, problem.heads, spec.k, spec.v
+        D = H * (2 * K + V)
+        inner = (K, V) if spec.k_first else (V, K)
+        sizes = [D, H * V, H * K, H]
+        qkv, z, g, beta = random.normal(N, sum(sizes), dtype=dtype).split(sizes, dim=1)
+        return {"qkv": qkv, "z": z, "g": g, "beta": beta, "conv_pool": random.normal(N, spec.width - 1, D, dtype=dtype),
+                "conv_weight": random.normal(D, spec.width), "state_pool": random.normal(N, H, *inner),
+                "state_indices": random.order(N), "norm_weight": random.uniform(V, low=0.5, high=1.5).to(dtype),
+                **gate_inputs(random, H, K)}
+
+    def run(self, spec: Spec, inputs: dict) -> dict:
+        return {"y": kda_decode_step(**inputs, state_v_first=not spec.k_first)}
+
+    def oracle(self, spec: Spec, inputs: dict) -> dict:
+        inputs = dict(inputs)
+        lines, pool = inputs.pop("conv_pool").double(), inputs.pop("state_pool").double()
+        y = reference.kda_decode_step(
+            *(inputs.pop(x) for x in ("qkv", "z", "g", "beta")), lines, inputs.pop("conv_weight"), pool,
+            inputs.pop("state_indices"), inputs.pop("norm_weight"), heads=inputs["A_log"].shape[0], K=spec.k,
+            state_v_first=not spec.k_first, **inputs)
+        return {"y": y, "conv_pool": lines, "state_pool": pool}
+
+    def bytes_moved(self, spec: Spec, problem: Problem) -> float:
+        a_head = 2 * spec.k + spec.v
+        states = 2 * 4 * problem.seqs * problem.heads * spec.k * spec.v
+        tokens = problem.seqs * problem.heads * (a_head * (2 * spec.width - 1) + spec.k + 2 * spec.v) * DTYPES[spec.dtype]
+        return states + tokens
+
+    def checkable(self, spec: Spec, problem: Problem) -> Problem:
+        N = min(problem.seqs, 5)
+        return Problem(N, N, min(problem.heads, 8))
+
+    def tolerance(self, spec: Spec, output: str) -> float:
+        """The convolution's sums are fp32 throughout, so the states are right to fp32 too."""
         return STATE_TOLERANCE if output == "state_pool" else super().tolerance(spec, output)
 
 

@@ -81,12 +81,22 @@ def compile_launch(job: dict) -> dict:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in data["options"].items()}
     gpu = GPUTarget("cuda", int(job["arch"][2:]), 32) if job["arch"].startswith("sm") else GPUTarget(
         "hip", job["arch"], 64)
-    source = function.ASTSource(function, signature, constants, attributes)
+    source = _source_class(function)(function, signature, constants, attributes)
     parsed = make_backend(gpu).parse_options(options)
     compiled = triton.compile(source, target=gpu, options=parsed.__dict__)
     found = compiling._measure(compiled, job["arch"])
     return {"kernel": job["kernel"], "registers": found.get("registers", -1), "stack": found.get("stack", -1),
             "shared": found["shared"]}
+
+
+def _source_class(function):
+    if getattr(function, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _as_tuple(kind):
