@@ -34,6 +34,8 @@ def refuse_tile(elements: int, warps: int, target: Target | None) -> str | None:
     threads = warps * (64 if target and target.vendor == "hip" else 32)
     if threads > 1024:
         return f"{threads} threads a program are more than 1024"
+    if warps > 1 and elements < threads:  # two warps with the same element: one may read it after the other wrote it
+        return f"a state tile of {elements} elements is less than one for each of {threads} threads"
     if elements > 128 * threads:
         return f"a state tile of {elements} elements needs {elements // threads} registers a thread, more than 128"
     return None
@@ -63,12 +65,14 @@ class Recurrent(Family):
         bv = schedule.block.get("bv", 0)
         if bv < 1 or bv & (bv - 1):
             return f"bv {bv} is not a power of two"
-        if bv > max(next_power_of_2(spec.v), 4):
+        if bv > next_power_of_2(spec.v):
             return f"bv {bv} is more than V = {spec.v} needs"
         return refuse_head_dims(spec) or refuse_tile(bv * next_power_of_2(spec.k), schedule.warps, target)
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        return Schedule.make(bv=32 if spec.k_first else 8, warps=4 if spec.k_first else 1)
+        """8 rows of V and one warp; 32 columns where V is contiguous, so that a row of the tile is a whole memory line."""
+        bv = min(32 if spec.k_first else 8, next_power_of_2(spec.v))
+        return Schedule.make(bv=bv, warps=max(1, min(4, bv * next_power_of_2(spec.k) // 1024)) if spec.k_first else 1)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         runtime = pointers(spec.dtype, "q", "k", "v", "g", "beta", "o") | {"scale": "fp32"} | dict.fromkeys(
