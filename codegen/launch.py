@@ -31,7 +31,7 @@ class FastKernel:
             binder = self._binders.get(types)
             if binder is None:
                 binder = self._binders[types] = make_binder(self.jit, args, kwargs, self._compiled.get, self._miss)
-            binder(grid, *args, **kwargs)
+            return binder(grid, *args, **kwargs)
 
         return launch
 
@@ -40,10 +40,11 @@ class FastKernel:
         compiled = self.jit[grid](*args, **kwargs)
         if key is not None and compiled is not None:
             self._compiled[key] = _launcher(compiled)
+        return compiled
 
 
 def _launcher(compiled) -> tuple:
-    """(short, call, function, cooperative, pdl, packed metadata) of a compiled kernel.
+    """(compiled, short, call, function, cooperative, pdl, packed metadata) of a compiled kernel.
 
     ``short``: call Triton 3.6's C function at once, without the Python around it that only allocates scratch memory.
     """
@@ -52,12 +53,12 @@ def _launcher(compiled) -> tuple:
              and not outer.global_scratch_size and not outer.profile_scratch_size)
     if short:
         options = outer.launch_cooperative_grid, outer.launch_pdl
-        return True, outer.launch, compiled.function, *options, compiled.packed_metadata
-    return False, outer, compiled.function, False, False, compiled.packed_metadata
+        return compiled, True, outer.launch, compiled.function, *options, compiled.packed_metadata
+    return compiled, False, outer, compiled.function, False, False, compiled.packed_metadata
 
 
 def make_binder(jit: JITFunction, args: tuple, kwargs: dict, get, miss):
-    """``bind(grid, *args, **kwargs)``, which launches for arguments of exactly these types.
+    """``bind(grid, *args, **kwargs)``: launch for arguments of exactly these types, and return the compiled kernel.
 
     ``get(key)`` gives what ``_launcher`` made, or None, and then ``miss(key, grid, args, kwargs)`` is called. The key tells
     apart all that Triton compiles differently: dtype and 16-byte alignment of tensors, value 1 and divisibility by 16 and
@@ -106,12 +107,13 @@ def bind(grid, {', '.join([*names[:len(args)], *kwargs])}):
     if found is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
         return miss(key if found is None else None, grid, ({''.join(f'{name}, ' for name in names[:len(args)])}),
                     dict({', '.join(f'{name}={name}' for name in kwargs)}))
-    short, call, function, cooperative, pdl, packed = found
+    compiled, short, call, function, cooperative, pdl, packed = found
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     if short:
         call(x, y, z, raw_stream(device), function, cooperative, pdl, None, None, packed, None, None, None, {values})
     else:
         call(x, y, z, raw_stream(device), function, packed, None, None, None, {values})
+    return compiled
 """
     exec(source, scope)
     return scope["bind"]

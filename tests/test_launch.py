@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from kdagen.launch import FastKernel, make_binder
@@ -26,11 +27,12 @@ def jit():
 def bind(jit, args, kwargs, found=None):
     """(key, what was launched or missed) of one call."""
     keys, calls = [], []
-    launch = found and (True, lambda *values: calls.append(values), "function", False, False, "packed")
+    launch = found and ("compiled", True, lambda *values: calls.append(values), "function", False, False, "packed")
     get = lambda key: (keys.append(key), launch)[1]
     binder = make_binder(jit, args, kwargs, get, lambda *missed: calls.append(missed))
     binder.__globals__["raw_stream"] = lambda device: "stream"
-    binder((2, 3), *args, **kwargs)
+    returned = binder((2, 3), *args, **kwargs)
+    assert returned == ("compiled" if found and not knobs.runtime.launch_enter_hook.calls else None)
     return keys[0], calls[0]
 
 
@@ -57,8 +59,6 @@ def test_a_miss_gets_the_call_as_it_was_made(jit):
 
 
 def test_hooked_launches_go_through_triton(jit, monkeypatch):
-    from triton import knobs
-
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
     _, missed = bind(jit, (tensor(), None, 5, 7, 0.5), {"BLOCK": 16}, found=True)
     assert missed[0] is None, "a hooked launch must not be remembered as a miss"
