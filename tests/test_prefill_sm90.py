@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kdagen import loader
+from kdagen.launch import FastKernel
 from kdagen.ops import _tensor_maps, prefill_plan, prefill_sm90
 from kdagen.spec import Schedule, Spec, Variant
 
@@ -89,7 +90,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(prefill_sm90, "lanes", lambda device: lane)
 
     def compile_only(self, key, stream, launch, *args, **options):
-        prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(launch(*args, **options))
+        prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(_tensor_maps.launch_plainly(launch, *args, **options))
 
     monkeypatch.setattr(prefill_sm90.Work, "_compile", compile_only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -101,7 +102,7 @@ def recorded(monkeypatch):
         for name in ("prepare_kernel", "state_kernel", "map_kernel", "combine_kernel"):
             kernel = getattr(found, name, None)
             if kernel is not None:
-                monkeypatch.setattr(found, name, Recorder(getattr(kernel, "jit", kernel), seen))
+                monkeypatch.setattr(found, name, FastKernel(Recorder(getattr(kernel, "jit", kernel), seen)))
         return found
 
     segments = module("prefill_segments", Schedule.make(form="tma", bm=64, warps=4, stages=3))

@@ -7,9 +7,13 @@ them. Where this Triton's launcher is not of the known build, ``MapKernel.of`` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
+
+from kdagen.launch import FastKernel
 
 MAX_MAPS = 8192  # maps a kernel remembers (each 128 bytes); then it forgets all
 
@@ -68,6 +72,14 @@ def _raw_launcher(compiled):
         return None
     scratch, hooks = (None, None), (None, None, None)
     return raw, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, *hooks)
+
+
+def launch_plainly(launch: Callable, *args, **options):
+    """Call a generated module's ``launch`` on its jit functions, past FastKernel; it answers the compiled kernel."""
+    jits = {name: value.jit for name, value in launch.__globals__.items() if isinstance(value, FastKernel)}
+    plain = FunctionType(launch.__code__, launch.__globals__ | jits)
+    plain.__kwdefaults__ = launch.__kwdefaults__
+    return plain(*args, **options)
 
 
 class MapKernel:
