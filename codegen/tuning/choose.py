@@ -47,7 +47,7 @@ def fewest(finals: Iterable[Finals], within: float = WITHIN) -> dict[tuple[int, 
 
     The default's own file comes for free. Buckets in which the default was not timed are left out: their regret is unknown.
     """
-    finals = [f for f in finals if f.of(f.default)]
+    finals = sorted((f for f in finals if f.of(f.default)), key=lambda f: f.load)
     chosen = {f.default.source_key for f in finals}
     open_buckets = {f.load: f for f in finals if not _covered(f, chosen, within)}
     while open_buckets:
@@ -75,7 +75,7 @@ def _covered(f: Finals, keys: set[Schedule], within: float) -> bool:
 
 def rows(spec: Spec, finals: Iterable[Finals], env: dict, target: Target) -> list[table.Row]:
     """The Spec's tuned rows: where the choice gains at least ``table.MARGIN`` over the default, and the fences."""
-    finals = [f for f in finals if f.of(f.default)]
+    finals = sorted((f for f in finals if f.of(f.default)), key=lambda f: f.load)
     picks = fewest(finals)
     out = {f.load: _row(spec, f, picks[f.load], env) for f in finals if _gains(f, picks[f.load])}
     # A bucket left without a row may inherit a neighbour's: look with dispatch's own eyes, and fence it off if that costs.
