@@ -196,7 +196,8 @@ def test_jobs_as_ray_actors(monkeypatch):
     from kdagen.tuning import on_ray
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
-             runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}})
+             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(
+                 filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}})
     try:
         runner = on_ray.RayRunner("test_tuning_command:answer", gpus=0)
         assert runner.call(3, 60.0) == {"us": 3}
