@@ -2,7 +2,7 @@
 
 Spec: ``chunk`` is the chunk table's chunk size, or 0 for no chunk table; ``dtype`` that of the boundaries (and of the
 chunk table); ``schedules`` the number of conv schedules, whose block sizes are run-time arguments.
-Schedule: ``br`` rows of a table in a program, ``bn`` sequences read at a time.
+Schedule: ``br`` rows of a table in a program, ``bn`` sequences taken at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StepTables(Family):
     name = "step_tables"
     title = "chunk table and conv schedules of a step, one launch"
     flags = {"schedules": Flag("schedules", tuple(range(MAX_SCHEDULES + 1)), prefix="s")}
-    space = {"bn": (128, 256, 512, 1024, 2048), "br": (128, 256, 512)}
-    warps = (2, 4, 8)
+    space = {"bn": (64, 128, 256), "br": (64, 128, 256)}
+    warps = (1, 2, 4, 8)
     chunked = True
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
@@ -50,7 +50,7 @@ class StepTables(Family):
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         """One schedule for all sizes: a step must never meet a kernel that was not compiled before it."""
-        return Schedule.make(bn=1024, br=256, warps=4, stages=1)
+        return Schedule.make(bn=128, br=128, warps=4, stages=1)
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         """One load bucket, for the same reason."""

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from triton import knobs
 
 from kdagen import devices, dispatch
 from kdagen.errors import refuse
 from kdagen.families.step_tables import MAX_SCHEDULES
+from kdagen.launch import _launcher as launcher
 from kdagen.ops._common import DTYPE_NAMES, interpreting
 from kdagen.spec import CHUNKS, Problem, Spec
 
-try:  # what torch.compile's own code allocates with, for a third of torch.empty's host time
-    from torch._C._dynamo.guards import _empty_strided_cuda
-except ImportError:
-    _empty_strided_cuda = None
-
 _MEMO = dispatch.memo("step_tables")
+_FEW = 32  # up to so many sequences plain Python counts faster than numpy
+
+
+class Plan(NamedTuple):
+    """What the tables of a call are: block sizes, and how numpy divides by them."""
+
+    chunk: int                     # 0: no chunk table
+    blocks: tuple[int, ...]        # of the schedules, without repeats
+    sizes: tuple[int, ...]         # of all tables, the chunk table's first
+    less_one: np.ndarray           # [tables, 1] block - 1
+    divide: np.ufunc
+    divisor: np.ndarray            # [tables, 1]
 
 
 @lru_cache(maxsize=256, typed=True)
-def plan(chunk_size: int | None, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """(block sizes without repeats, [tables, 1] block - 1, [tables, 1] block); chunk_size None: no chunk table."""
+def plan(chunk_size: int | None, *blocks: int) -> Plan:
+    """The block sizes of a call's tables, checked; chunk_size None: no chunk table."""
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in CHUNKS):
         refuse("chunk_size", repr(chunk_size), f"one of {', '.join(map(str, CHUNKS))}")
     for block in blocks:
@@ -32,81 +43,134 @@ def plan(chunk_size: int | None, blocks: tuple[int, ...]) -> tuple[tuple[int, ..
     blocks = tuple(dict.fromkeys(blocks))
     if len(blocks) > MAX_SCHEDULES:
         refuse("blocks", f"{len(blocks)} block sizes", f"at most {MAX_SCHEDULES}", "Call step_tables twice.")
-    sizes = np.array([[size] for size in (chunk_size, *blocks) if size is not None], np.int32).reshape(-1, 1)
-    return blocks, sizes - 1, sizes
+    sizes = blocks if chunk_size is None else (chunk_size, *blocks)
+    column = np.array(sizes, np.int32)[:, None]
+    if all(size & (size - 1) == 0 for size in sizes):  # a shift is several times faster than a division
+        return Plan(chunk_size or 0, blocks, sizes, column - 1, np.right_shift, np.log2(column).astype(np.int32))
+    return Plan(chunk_size or 0, blocks, sizes, column - 1, np.floor_divide, column)
 
 
-def exact_sizes(name: str, host: torch.Tensor, planned: tuple, checked: bool) -> list[int]:
+def exact_sizes(name: str, host: torch.Tensor, n_seqs: int, planned: Plan, checked: bool) -> list[int]:
     """The number of rows of each table, from the host's boundaries."""
+    if n_seqs <= _FEW:
+        edges = host.tolist()
+        negated = [start - end for start, end in pairwise(edges)]
+        if not checked:
+            negated = [min(length, 0) for length in negated]
+        elif n_seqs and max(negated) > 0:
+            _refuse_decreasing(name, edges)
+        return [-sum([length // block for length in negated]) for block in planned.sizes]
     edges = host.numpy()
     lengths = edges[1:] - edges[:-1]
-    if checked and lengths.size and np.minimum.reduce(lengths) < 0:
-        at = int(np.argmin(lengths))
-        refuse(name, f"{edges[at]} followed by {edges[at + 1]} (sequence {at})", "boundaries that never decrease",
-               "They are cumulative: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).")
-    _, less_one, blocks = planned
-    sizes = np.add.reduce((lengths + less_one) // blocks, axis=1).tolist()
-    return sizes if checked else [max(size, 0) for size in sizes]
+    if np.minimum.reduce(lengths) < 0:
+        if checked:
+            _refuse_decreasing(name, edges.tolist())
+        lengths = np.maximum(lengths, 0)
+    return np.add.reduce(planned.divide(lengths + planned.less_one, planned.divisor), axis=1).tolist()
 
 
-def bounded_sizes(n_seqs: int, tokens: int, planned: tuple) -> list[int]:
+def _refuse_decreasing(name: str, edges: list[int]) -> None:
+    at = next(n for n, (start, end) in enumerate(pairwise(edges)) if start > end)
+    refuse(name, f"{edges[at]} followed by {edges[at + 1]} (sequence {at})", "boundaries that never decrease",
+           "They are cumulative: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).")
+
+
+def bounded_sizes(n_seqs: int, tokens: int, planned: Plan) -> list[int]:
     """Row counts that no batch of n_seqs sequences and at most so many tokens exceeds."""
-    return [-(-tokens // block) + n_seqs for block in planned[2].ravel().tolist()]
+    return [-(-tokens // block) + n_seqs for block in planned.sizes]
+
+
+# ---- allocating and launching
+
+def _empty_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
+def _empty_current(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="cuda")
+
+
+try:  # what torch.compile's own code allocates with on the current device: half of torch.empty's host time
+    from torch._C._dynamo.guards import _empty_strided_cuda as _empty_cuda
+except ImportError:
+    _empty_cuda = _empty_current
 
 
 def write(
-    cu_seqlens: torch.Tensor, n_seqs: int, chunk: int, blocks: tuple[int, ...], sizes: list[int], index: int, *,
+    cu_seqlens: torch.Tensor, n_seqs: int, planned: Plan, sizes: list[int], index: int, *,
     rows: bool = False, counts: bool = False,
 ) -> list[torch.Tensor]:
-    """Allocate and write tables of these sizes on device ``index`` (the current one; -1: the CPU).
+    """Allocate and write tables of these sizes on device ``index``, the current one (-1: the CPU).
 
     Returns [chunk_indices, chunk_offsets, (chunk_rows,) (counts,) sequence, part, sequence, part, ...].
     """
-    empty = _empty_cuda if index >= 0 and _empty_strided_cuda is not None else _empty_on(index)
-    flat, arguments = [], [cu_seqlens, n_seqs, None]
-    if chunk:
-        n_chunks, *sizes = sizes
-        indices, offsets = empty((n_chunks, 2), (2, 1), cu_seqlens.dtype), empty((n_seqs + 1,), (1,), torch.int64)
+    empty = _empty_cuda if index >= 0 else _empty_cpu
+    dtype = cu_seqlens.dtype
+    flat, arguments, n_table = [], [cu_seqlens, n_seqs, None], 0
+    if planned.chunk:
+        n_chunks, n_table = sizes[0], 1
+        indices, offsets = empty((n_chunks, 2), (2, 1), dtype), empty((n_seqs + 1,), (1,), torch.int64)
         flat += (indices, offsets)
-        table = None
+        arguments += (offsets, indices, None, n_chunks)
         if rows:
-            table = empty((n_chunks, 4), (4, 1), torch.int32)
-            flat.append(table)
-        arguments += (offsets, indices, table, n_chunks)
+            arguments[5] = empty((n_chunks, 4), (4, 1), torch.int32)
+            flat.append(arguments[5])
     if counts:
-        arguments[2] = empty((len(blocks) + (chunk > 0),), (1,), torch.int32)
+        arguments[2] = empty((len(sizes),), (1,), torch.int32)
         flat.append(arguments[2])
-    for block, size in zip(blocks, sizes):
+    for block in planned.blocks:
+        size = sizes[n_table]
+        n_table += 1
         seq, part = empty((size,), (1,), torch.int32), empty((size,), (1,), torch.int32)
         flat += (seq, part)
         arguments += (seq, part, block, size)
-    if index >= 0 or interpreting():
-        launch, warps, stages = _launcher(chunk, cu_seqlens.dtype, len(blocks), index)
-        launch(*arguments, num_warps=warps, num_stages=stages)
-    else:
-        _write_on_cpu(chunk, *arguments)
+    launch = _MEMO.get((planned.chunk, dtype, len(planned.blocks), index, rows, counts))
+    if launch is None:
+        launch = _first_launch(planned, dtype, index, rows, counts)
+    launch(arguments, sizes)
     return flat
 
 
-def _empty_cuda(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return _empty_strided_cuda(size, stride, dtype)
+def _first_launch(planned: Plan, dtype: torch.dtype, index: int, rows: bool, counts: bool):
+    """``launch(arguments, sizes)`` of a kind of call, for the memo: the picked variant's kernel, or the CPU path."""
+    if index < 0 and not interpreting():
+        return lambda arguments, sizes: _write_on_cpu(planned.chunk, *arguments)
+    spec = Spec.make("step_tables", chunk=planned.chunk, dtype=DTYPE_NAMES[dtype], schedules=len(planned.blocks))
+    target = devices.of_index(index) if index >= 0 else devices.named("h200")
+    choice = dispatch.pick(spec, Problem(1, 1, 1), target)
+    module, options = choice.module, {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
+    if index < 0:  # not remembered: the interpreter may be turned off
+        return lambda arguments, sizes: module.launch(*arguments, **options)
+    key = planned.chunk, dtype, len(planned.blocks), index, rows, counts
+
+    def first(arguments, sizes):
+        _MEMO[key] = _direct(module, arguments, sizes, options, index)
+
+    return first
 
 
-def _empty_on(index: int):
-    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    return lambda size, stride, dtype: torch.empty(size, dtype=dtype, device=device)
+def _direct(module, arguments: list, sizes: list[int], options: dict, index: int):
+    """Launch through Triton, which compiles, and return a ``launch(arguments, sizes)`` of the least host time.
 
+    One compiled kernel serves all calls of a kind: sizes and the boundaries' alignment are not specialised on, and what
+    ``write`` allocates is aligned.
+    """
+    kernel, rows_each = module.step_tables_kernel, module.ROWS
+    count = lambda sizes: sum([-(-size // rows_each) or 1 for size in sizes])
+    compiled = kernel.jit[(count(sizes),)](*arguments, ROWS=rows_each, **options)
+    short, call, function, cooperative, pdl, packed = launcher(compiled)
+    runtime, stream, tensor = knobs.runtime, torch._C._cuda_getCurrentRawStream, torch.Tensor
+    if not short:
+        return lambda arguments, sizes: module.launch(*arguments, **options)
 
-def _launcher(chunk: int, dtype: torch.dtype, schedules: int, index: int):
-    """(launch, warps, stages) of the variant that dispatch picks; index -1 is the interpreter."""
-    key = (chunk, dtype, schedules, index)
-    found = _MEMO.get(key)
-    if found is None:
-        spec = Spec.make("step_tables", chunk=chunk, dtype=DTYPE_NAMES[dtype], schedules=schedules)
-        target = devices.of_index(index) if index >= 0 else devices.named("h200")
-        choice = dispatch.pick(spec, Problem(1, 1, 1), target)
-        found = _MEMO[key] = (choice.module.launch, choice.schedule.warps, choice.schedule.stages)
-    return found
+    def launch(arguments, sizes):
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler wants to see launches
+            return module.launch(*arguments, **options)
+        values = [value.data_ptr() if type(value) is tensor else value for value in arguments]
+        call(count(sizes), 1, 1, stream(index), function, cooperative, pdl, None, None, packed, None, None, None,
+             *values, rows_each)
+
+    return launch
 
 
 def _write_on_cpu(chunk: int, cu_seqlens: torch.Tensor, n_seqs: int, counts: torch.Tensor | None, *tables) -> None:

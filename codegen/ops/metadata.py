@@ -14,7 +14,7 @@ import torch
 
 from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.ops import _mail
-from kdagen.ops._common import on_device, register
+from kdagen.ops._common import register
 from kdagen.ops._tables import bounded_sizes, exact_sizes, plan, write
 
 
@@ -91,23 +91,34 @@ def step_tables(
 
     Raises ArgumentError or ArgumentTypeError, as ``prepare_chunk_metadata_device``.
     """
-    blocks = tuple(blocks)
+    blocks = tuple(dict.fromkeys(blocks))
     if torch.compiler.is_compiling():
         flat = _step_op(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked)
     else:
         flat = _step(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked)
-    at = 2 + rows + (tokens is not None)
-    schedules = {}
-    for block, seq, part in zip(dict.fromkeys(blocks), flat[at::2], flat[at + 1::2]):
-        schedules[block] = {"tot": seq.shape[0], "batch_ptr": seq, "token_chunk_offset_ptr": part}
-    return StepTables(flat[0], flat[1], flat[2] if rows else None, flat[at - 1] if tokens is not None else None, schedules)
+    at, chunk_rows, counts, schedules = 2, None, None, {}
+    if rows:
+        chunk_rows, at = flat[at], at + 1
+    if tokens is not None:
+        counts, at = flat[at], at + 1
+    for block in blocks:
+        schedules[block] = {"tot": flat[at].shape[0], "batch_ptr": flat[at], "token_chunk_offset_ptr": flat[at + 1]}
+        at += 2
+    return StepTables(flat[0], flat[1], chunk_rows, counts, schedules)
 
 
 # ---- checks
 
 
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def _plain(boundaries: torch.Tensor) -> bool:
+    return boundaries.dim() == 1 and boundaries.dtype in _INTEGERS and boundaries.is_contiguous()
+
+
 def _check_boundaries(name: str, boundaries: torch.Tensor) -> None:
-    if boundaries.dtype not in (torch.int32, torch.int64):
+    if boundaries.dtype not in _INTEGERS:
         refuse(name, str(boundaries.dtype), "torch.int32 or torch.int64", f"Convert it: {name}.to(torch.int32).",
                kind=ArgumentTypeError)
     if boundaries.dim() != 1 or boundaries.shape[0] < 1:
@@ -117,24 +128,39 @@ def _check_boundaries(name: str, boundaries: torch.Tensor) -> None:
 
 
 def _check_host(name: str, host: torch.Tensor, like: torch.Tensor | None = None) -> None:
-    if host.device.type != "cpu":
+    if not host.is_cpu:
         refuse(name, f"a tensor on {host.device}", "one on the CPU",
                "Keep the host's copy of the boundaries; a copy from the device would wait for it.", kind=ArgumentTypeError)
     _check_boundaries(name, host)
-    if like is not None and host.shape[0] != like.shape[0]:
+    if like is not None and host.shape != like.shape:
         refuse(name, f"shape {list(host.shape)}", f"the shape of cu_seqlens, {list(like.shape)}")
+
+
+def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
+    entries = cu_seqlens.numel()
+    if not (_plain(cu_seqlens) and _plain(cu_seqlens_cpu) and cu_seqlens_cpu.is_cpu
+            and cu_seqlens_cpu.numel() == entries > 0):
+        _check_boundaries("cu_seqlens", cu_seqlens)
+        _check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
 
 
 # ---- implementations and fakes
 
 
+def _write(cu_seqlens, n_seqs: int, planned, sizes: list[int], **extra: bool) -> list[torch.Tensor]:
+    index = cu_seqlens.get_device()
+    if index < 0 or index == torch._C._cuda_getDevice():
+        return write(cu_seqlens, n_seqs, planned, sizes, index, **extra)
+    with torch.cuda.device(index):
+        return write(cu_seqlens, n_seqs, planned, sizes, index, **extra)
+
+
 def _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
     if checked:
-        _check_boundaries("cu_seqlens", cu_seqlens)
-        _check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
-    sizes = exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, plan(chunk_size or 0, ()), checked)
-    with on_device(cu_seqlens):
-        return tuple(write(cu_seqlens, cu_seqlens.shape[0] - 1, chunk_size, (), sizes, cu_seqlens.get_device()))
+        _check_both(cu_seqlens, cu_seqlens_cpu)
+    planned, n_seqs = plan(chunk_size or 0), cu_seqlens.numel() - 1
+    sizes = exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, n_seqs, planned, checked)
+    return tuple(_write(cu_seqlens, n_seqs, planned, sizes))
 
 
 def _prepare_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
@@ -143,13 +169,12 @@ def _prepare_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
 
 
 def _conv(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool):
-    if checked:
+    if checked and not (_plain(query_start_loc_cpu) and query_start_loc_cpu.is_cpu and query_start_loc_cpu.numel()):
         _check_host("query_start_loc_cpu", query_start_loc_cpu)
-    planned = plan(None, (block_m,))
-    sizes = exact_sizes("query_start_loc_cpu", query_start_loc_cpu, planned, checked)
-    n_seqs = query_start_loc_cpu.shape[0] - 1
+    planned, n_seqs = plan(None, block_m), query_start_loc_cpu.numel() - 1
+    sizes = exact_sizes("query_start_loc_cpu", query_start_loc_cpu, n_seqs, planned, checked)
     if device.type == "cpu":
-        return tuple(write(query_start_loc_cpu, n_seqs, 0, (block_m,), sizes, -1))
+        return tuple(write(query_start_loc_cpu, n_seqs, planned, sizes, -1))
     current = torch.cuda.current_device()
     if device.index is not None and device.index != current:
         with torch.cuda.device(device):
@@ -158,7 +183,7 @@ def _conv(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool
         refuse("build_conv1d_chunk_schedule", "a call inside a graph's capture", "a call outside it",
                "step_tables(cu_seqlens, tokens=..., blocks=[block_m]) can be captured.")
     boundaries = _mail.post(query_start_loc_cpu.numpy(), current)
-    return tuple(write(boundaries, n_seqs, 0, (block_m,), sizes, current))
+    return tuple(write(boundaries, n_seqs, planned, sizes, current))
 
 
 def _conv_fake(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool):
@@ -167,34 +192,30 @@ def _conv_fake(query_start_loc_cpu, block_m: int, device: torch.device, checked:
 
 
 def _step(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens: int | None, rows: bool, checked: bool):
-    planned = plan(chunk_size or 0, tuple(blocks))
-    if checked:
-        _check_boundaries("cu_seqlens", cu_seqlens)
-        if cu_seqlens_cpu is not None:
-            _check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
     if (cu_seqlens_cpu is None) == (tokens is None):
         refuse("tokens", f"{tokens} with cu_seqlens_cpu {'absent' if cu_seqlens_cpu is None else 'given'}",
                "either cu_seqlens_cpu (exact sizes) or tokens (bounded sizes)")
-    n_seqs = cu_seqlens.shape[0] - 1
+    planned = plan(chunk_size or 0, *blocks)
+    n_seqs = cu_seqlens.numel() - 1
     if tokens is None:
-        sizes = exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, planned, checked)
-    elif not isinstance(tokens, int) or tokens < 0:
-        refuse("tokens", repr(tokens), "a number of tokens that no batch exceeds")
-    else:
-        sizes = bounded_sizes(n_seqs, tokens, planned)
-    with on_device(cu_seqlens):
-        return write(cu_seqlens, n_seqs, chunk_size, planned[0], sizes, cu_seqlens.get_device(),
-                     rows=rows, counts=tokens is not None)
+        if checked:
+            _check_both(cu_seqlens, cu_seqlens_cpu)
+        return _write(cu_seqlens, n_seqs, planned,
+                      exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, n_seqs, planned, checked), rows=rows)
+    if checked:
+        _check_boundaries("cu_seqlens", cu_seqlens)
+        if not isinstance(tokens, int) or tokens < 0:
+            refuse("tokens", repr(tokens), "a number of tokens that no batch exceeds")
+    return _write(cu_seqlens, n_seqs, planned, bounded_sizes(n_seqs, tokens, planned), rows=rows, counts=True)
 
 
 def _step_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens, rows: bool, checked: bool):
     n_seqs = cu_seqlens.shape[0] - 1
-    schedules = list(dict.fromkeys(blocks))
     if tokens is None:
         context = torch.library.get_ctx()
-        sizes = [context.new_dynamic_size() for _ in (chunk_size, *schedules)]
+        sizes = [context.new_dynamic_size() for _ in (chunk_size, *blocks)]
     else:
-        sizes = [(tokens + block - 1) // block + n_seqs for block in (chunk_size, *schedules)]
+        sizes = [(tokens + block - 1) // block + n_seqs for block in (chunk_size, *blocks)]
     table = cu_seqlens.new_empty
     flat = [table(sizes[0], 2), table(n_seqs + 1, dtype=torch.int64)]
     if rows:
@@ -205,11 +226,11 @@ def _step_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens, rows
 
 
 _prepare_op = register(
-    "prepare_chunk_metadata_device(Tensor cu_seqlens, Tensor cu_seqlens_cpu, int chunk_size, bool checked=True)"
+    "prepare_chunk_metadata_device(Tensor cu_seqlens, Tensor cu_seqlens_cpu, int chunk_size, bool checked)"
     " -> (Tensor, Tensor)", _prepare, _prepare_fake)
 _conv_op = register(
-    "build_conv1d_chunk_schedule(Tensor query_start_loc_cpu, int block_m, Device device, bool checked=True)"
+    "build_conv1d_chunk_schedule(Tensor query_start_loc_cpu, int block_m, Device device, bool checked)"
     " -> (Tensor, Tensor)", _conv, _conv_fake)
 _step_op = register(
     "step_tables(Tensor cu_seqlens, Tensor? cu_seqlens_cpu, int chunk_size, int[] blocks, SymInt? tokens, bool rows,"
-    " bool checked=True) -> Tensor[]", _step, _step_fake)
+    " bool checked) -> Tensor[]", _step, _step_fake)

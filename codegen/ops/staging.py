@@ -59,7 +59,8 @@ def _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: i
                "Rows are requests, not tokens; a batch larger than the buffers cannot use the graph.")
     if C < 1 or state.shape[1] < C or state.shape[0] < S:
         refuse("state_indices", f"shape {list(state.shape)}", f"at least {S} rows and {max(C, 1)} columns")
-    for name, tensor, least in zip(names[1:3] + names[4:], (qsl, accepted, staged_qsl, staged_accepted), (S + 1, S, B + 1, B)):
+    leasts = (S + 1, S, B + 1, B)
+    for name, tensor, least in zip(names[1:3] + names[4:], (qsl, accepted, staged_qsl, staged_accepted), leasts):
         if tensor.shape[0] < least:
             refuse(name, f"shape {list(tensor.shape)}", f"at least {least} entries for S = {S} requests and B = {B} rows")
 
@@ -94,4 +95,4 @@ def _stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: i
 _op = register(
     "stage_spec_decode_metadata(Tensor state_indices, Tensor query_start_loc, Tensor num_accepted_tokens,"
     " Tensor(a!) staged_state_indices, Tensor(b!) staged_query_start_loc, Tensor(c!) staged_num_accepted_tokens,"
-    " int num_spec_decodes, int null_slot, bool checked=True) -> ()", _stage, lambda *_: None)
+    " int num_spec_decodes, int null_slot, bool checked) -> ()", _stage, lambda *_: None)

@@ -1,14 +1,12 @@
 """Benchmark of the step's metadata: host time of the calls, device time of the kernels, beside the plain way.
 
 The plain way is one Triton kernel with a program a sequence, and torch calls on the host. Every time stands beside the
-number of wrong entries of the tables made in the same run (``error``), and host times are taken with torch's sync debug
-mode set to error, so a call that waited for the device would fail.
+number of wrong entries of tables made in the same run (``err``). Each call is also made once with torch's sync debug mode
+set to error, so one that waits for the device would fail.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +16,8 @@ import triton.language as tl
 from kdagen.ops.metadata import build_conv1d_chunk_schedule, prepare_chunk_metadata_device, step_tables
 from kdagen.ops.staging import stage_spec_decode_metadata
 from kdagen.reference import tables as reference
+
+from .common import Budget, row, time_graph, time_host
 
 CHUNK, BLOCK = 64, 8
 CASES = {  # name -> (sequences, mean length)
@@ -78,42 +78,6 @@ def no_sync():
         torch.cuda.set_sync_debug_mode(before)
 
 
-def spread(times: list[float]) -> dict:
-    ordered = sorted(times)
-    return {"us": round(statistics.median(ordered), 2), "us_p20": round(ordered[len(ordered) // 5], 2),
-            "us_p80": round(ordered[len(ordered) * 4 // 5], 2)}
-
-
-def host_us(call, repeats: int) -> dict:
-    """Host time of a call, in microseconds; the device is never waited for inside."""
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    with no_sync():
-        for _ in range(repeats):
-            start = time.perf_counter_ns()
-            call()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-    torch.cuda.synchronize()
-    return spread(times)
-
-
-def kernel_us(call, repeats: int) -> dict:
-    """Device time of the kernels of a call, from the profiler's own timestamps."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    times = [event.device_time for event in profiled.events()
-             if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name]
-    return spread(times)
-
-
 def batch(case: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     sequences, mean = CASES[case]
     lengths = torch.full((1,), mean) if sequences == 1 else torch.randint(0, 2 * mean + 1, (sequences,))
@@ -142,16 +106,16 @@ def _calls(cu, host, device):
 
     bound = int(host[-1])
     return [
-        ("all tables", "kdagen step_tables", lambda: step_tables(cu, host, chunk_size=CHUNK, blocks=(BLOCK,)), step_pairs),
-        ("all tables", "kdagen step_tables, unchecked",
+        ("all tables", "kdagen", lambda: step_tables(cu, host, chunk_size=CHUNK, blocks=(BLOCK,)), step_pairs),
+        ("all tables", "kdagen, unchecked",
          lambda: step_tables(cu, host, chunk_size=CHUNK, blocks=(BLOCK,), checked=False), step_pairs),
-        ("all tables", "kdagen, the two functions", both, two_pairs),
+        ("all tables", "kdagen, two functions", both, two_pairs),
         ("all tables", "plain", plain, two_pairs),
         ("chunk table", "kdagen", lambda: prepare_chunk_metadata_device(cu, host, CHUNK), lambda made: [*zip(made, chunk)]),
         ("chunk table", "plain", lambda: plain_chunk_table(cu, host, CHUNK), lambda made: [*zip(made, chunk)]),
         ("conv schedule", "kdagen", lambda: build_conv1d_chunk_schedule(host, BLOCK, device), conv_pairs),
         ("conv schedule", "plain", lambda: plain_conv_schedule(host, BLOCK, device), conv_pairs),
-        ("bounded tables", "kdagen step_tables",
+        ("bounded tables", "kdagen",
          lambda: step_tables(cu, chunk_size=CHUNK, blocks=(BLOCK,), tokens=bound),
          lambda made: [(made.chunk_offsets, chunk[1]), (made.chunk_indices[:len(chunk[0])], chunk[0]),
                        (made.counts, torch.tensor([len(chunk[0]), conv["tot"]]))]),
@@ -169,35 +133,33 @@ def _staging(requests: int, device: torch.device):
     return (lambda: stage_spec_decode_metadata(*sources, *staged, num_spec_decodes=requests)), staged, wanted
 
 
-def run(budget_s: float) -> list[dict]:
-    """All rows of the section ``metadata``; about ``budget_s`` seconds with the kernels compiled."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    repeats = max(50, min(1000, int(budget_s * 15)))
-    conditions = f"{torch.cuda.get_device_name()}, chunk {CHUNK}, conv block {BLOCK}, int32, {repeats} calls"
-    rows = []
-
-    def add(case, op, implementation, times, size, error):
-        rows.append({"section": "metadata", "case": case, "op": op, "implementation": implementation, **times,
-                     "bytes": size, "error": error, "conditions": conditions})
-
-    for case in CASES:
-        cu, host = batch(case, device)
-        for op, implementation, call, pairs in _calls(cu, host, device):
-            made = pairs(call())
-            error, size = wrong(*made), sum(a.numel() * a.element_size() for a, _ in made)
-            add(case, f"{op}, host", implementation, host_us(call, repeats), size, error)
-            if "unchecked" not in implementation and op != "conv schedule" and "two" not in implementation:
-                add(case, f"{op}, kernel", implementation, kernel_us(call, min(repeats, 100)), size, error)
-    for requests in (1, 33, 512):
-        call, staged, wanted = _staging(requests, device)
+def _rows(case: str, op: str, who: str, call, err: int, size: int, *, graph: bool, **sizes) -> list[dict]:
+    with no_sync():
         call()
-        error, size = wrong(*zip(staged, wanted)), 2 * sum(t.numel() * 4 for t in staged)
-        add(f"S={requests}", "staging, host", "kdagen", host_us(call, repeats), size, error)
-        add(f"S={requests}", "staging, kernel", "kdagen", kernel_us(call, min(repeats, 100)), size, error)
+    common = {"err": float(err), "err_against": "entries that differ from the oracle's", "op": op, **sizes}
+    rows = [row("metadata", f"{case}, {op}", who, time_host(call), how="host", **common)]
+    if graph:
+        rows.append(row("metadata", f"{case}, {op}", who, time_graph([call], budget_ms=20), how="graph",
+                        bytes_moved=size, **common))
     return rows
 
 
-if __name__ == "__main__":
-    for row in run(20):
-        print(f"{row['case']:9} {row['op']:24} {row['implementation']:32} "
-              f"{row['us']:8.2f} {row['us_p20']:8.2f} {row['us_p80']:8.2f} us  {row['error']} wrong")
+def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
+    """All rows of the section: host time of each call, device time of those that a graph can hold."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for case in Budget(budget_s).over(CASES):
+        cu, host = batch(case, device)
+        sizes = {"seqs": len(host) - 1, "tokens": int(host[-1])}
+        for op, who, call, pairs in _calls(cu, host, device):
+            made = pairs(call())
+            size = sum(a.numel() * a.element_size() for a, _ in made)
+            graph = op == "chunk table" or (op != "conv schedule" and who == "kdagen")
+            rows += _rows(case, op, who, call, wrong(*made), size, graph=graph, **sizes)
+    for requests in (1, 33, 512):
+        call, staged, wanted = _staging(requests, device)
+        call()
+        size = 2 * sum(t.numel() * t.element_size() for t in staged)
+        rows += _rows(f"S={requests}", "staging", "kdagen", call, wrong(*zip(staged, wanted)), size, graph=True,
+                      seqs=requests)
+    return rows
