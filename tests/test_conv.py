@@ -60,7 +60,8 @@ def test_prompts_on_a_pool(rng, width, dtype, driver):
     total, slots = sum(lengths), torch.randperm(14, generator=rng)[:9].int()
     slots[[3, 6]] = torch.tensor([-1, 99], dtype=torch.int32)
     known = torch.rand(9, generator=rng) < 0.6
-    x = normal(rng, 1, total, D + 9, dtype=dtype)[..., 4:-5]
+    wide = torch.full((1, total + 2, D + 9), float("nan"), dtype=dtype)  # a load past an edge would show
+    x = wide[:, 1:-1, 4:-5].copy_(normal(rng, 1, total, D))
     w, bias, pool = normal(rng, D, width), normal(rng, D, dtype=dtype), normal(rng, 14, width + 1, D, dtype=dtype)
     for n, slot in enumerate(slots.tolist()):
         if 0 <= slot < 14 and not known[n]:
@@ -91,6 +92,32 @@ def test_reserved_slot_is_padding(rng):
                         has_initial_state=True, out=poison(x))
     assert relative(out, y[0]) < TOLERANCE[torch.float32] and torch.equal(pool.double(), after)
     assert torch.equal(pool[0], before[0]) and not out[9:13].any()
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_weight_of_any_strides(rng, width):
+    """[D, W] in rows, as the transpose of [W, D], and as a slice of something wider: the same bits."""
+    x, w = normal(rng, 1, 9, D), normal(rng, D, width)
+    y, pool, want = oracle.causal_conv1d(x, w)[0], normal(rng, 1, 3, D), causal_conv1d(x, w)
+    assert relative(want, y) < TOLERANCE[torch.float32]
+    step = causal_conv1d_update(x[:, 0], pool.clone(), w)
+    for same in (w.t().contiguous().t(), torch.cat([w, w], 1).repeat(2, 1)[D:, :width]):
+        assert torch.equal(causal_conv1d(x, same), want)
+        assert torch.equal(causal_conv1d_update(x[:, 0], pool.clone(), same), step)
+
+
+def test_unchecked_boundaries_stay_in_bounds(rng):
+    """Boundaries that decrease or pass the end touch nothing outside x and out; rows of no sequence keep their bits."""
+    w, wide, around = normal(rng, D, 4), torch.full((30, D), float("nan")), torch.full((30, D), 7.0)
+    x, out = wide[5:25], around[5:25]
+    x.copy_(normal(rng, 20, D))
+    for edges in ([0, 6, 4, 12, 99], [0, 12, 99], [0, 8, 13]):
+        out.fill_(7)
+        causal_conv1d(x, w, cu_seqlens=torch.tensor(edges), out=out, checked=False)
+        assert (around[:5] == 7).all() and (around[25:] == 7).all() and torch.isfinite(out).all()
+    assert (out[13:] == 7).all() and torch.equal(out[:8], causal_conv1d(x[None, :8], w)[0])
+    causal_conv1d(x, w, cu_seqlens=torch.tensor([0, 12, 99]), out=out, checked=False)  # the end is clamped to T
+    assert torch.equal(out[12:], causal_conv1d(x[None, 12:], w)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 65])

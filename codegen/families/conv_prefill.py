@@ -62,10 +62,10 @@ class ConvPrefill(Family):
         data = pointers(spec.dtype, "x", "out", "pool")
         tables = {"cu_seqlens": "*i32", "batch_ptr": "*i32", "block_ptr": "*i32"} | POOL_KEYS
         sizes = ("seqs", "tokens", "dim", "block_m", "slots", "pad_slot")
-        strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ps", "pc", "ci"))
+        strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ww", "ps", "pc", "ci"))
         signature = data | {"weight": "*fp32"} | tables | dict.fromkeys(sizes + strides, "i32")
         aligned = ("dim", "stride_xt", "stride_ot", "stride_ps", "stride_pc")
-        flags = {"SILU": True, "INITIAL": True}
+        flags = {"SILU": True, "INITIAL": True, "ROWWISE": True}
         search = {"batch_ptr": None, "block_ptr": None}
         return (
             Kernel("conv_prefill_kernel", signature, {"bias": None} | flags, aligned),

@@ -32,7 +32,7 @@ class ConvUpdate(Family):
     def kernels(self, spec, schedule):
         tables = {"query_start_loc": "*i32", "cache_indices": "*i32", "has_initial_state": "*i1", "num_accepted": "*i32"}
         sizes = ("tokens", "dim", "columns", "slots", "pad_slot")
-        strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ps", "pc", "ci", "na"))
+        strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ww", "ps", "pc", "ci", "na"))
         signature = (pointers(spec.dtype, "x", "out", "pool") | {"weight": "*fp32"} | tables
                      | dict.fromkeys(sizes + strides, "i32"))
         aligned = ("dim", "stride_xb", "stride_xt", "stride_ob", "stride_ot", "stride_ps", "stride_pc")
@@ -40,9 +40,9 @@ class ConvUpdate(Family):
         plain = {"query_start_loc": None, "num_accepted": None, "tokens": 1}
         return (
             Kernel("conv_update_kernel", {n: t for n, t in signature.items() if n not in absent | plain},
-                   absent | plain | {"SILU": True}, aligned),
-            Kernel("conv_update_kernel", {n: t for n, t in signature.items() if n not in absent},
-                   absent | {"SILU": True}, aligned),
+                   absent | plain | {"SILU": True, "ROWWISE": True}, aligned),
+            Kernel("conv_update_kernel", {n: t for n, t in signature.items() if n not in absent and n != "stride_wd"},
+                   absent | {"SILU": True, "ROWWISE": False, "stride_wd": 1}, aligned),
         )
 
     def committed(self):

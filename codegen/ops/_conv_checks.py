@@ -31,7 +31,6 @@ def check_data(x, weight, bias, out, *, packed: bool, decode: bool = False) -> t
     W = weight.shape[1]
     if W not in WIDTHS:
         refuse("weight", f"width {W}", "width 2, 3 or 4", kind=Unsupported)
-    check_rows_contiguous("weight", weight)
     if bias is not None:
         check_vector("bias", bias, x.device, D, *FLOATS)
     check_shape("out", out, *x.shape)
