@@ -8,11 +8,11 @@ from kdagen import reference as oracle
 from kdagen.serving.layer import KDALayer
 
 
-def forward(layer: KDALayer, hidden: torch.Tensor) -> torch.Tensor:
-    """The layer's output [T, hidden] in fp64 for one whole sequence hidden [T, hidden], on the CPU."""
+def forward(layer: KDALayer, hidden: torch.Tensor, device="cpu") -> torch.Tensor:
+    """The layer's output [T, hidden] in fp64 for one whole sequence hidden [T, hidden], computed on ``device``."""
     config = layer.config
-    wide = {name: tensor.detach().cpu().double() for name, tensor in layer.named_parameters()}
-    packed = hidden.detach().cpu().double() @ wide["in_proj"].T
+    wide = {name: tensor.detach().to(device).double() for name, tensor in layer.named_parameters()}
+    packed = hidden.detach().to(device).double() @ wide["in_proj"].T
     qkv, z, f_a, beta = (packed[:, part] for part in config.parts.values())
     if config.output_gate_rank is not None:
         z = z @ wide["z_b"].T
