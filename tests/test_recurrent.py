@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kdagen
 from inputs import CLASSES, cu_seqlens, kda, relative, sliced
@@ -11,7 +13,7 @@ from kdagen import families
 from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError, Unsupported
 from kdagen.ops.decode import fused_recurrent_kda
-from kdagen.spec import Schedule, Spec, Variant, parse
+from kdagen.spec import Problem, Schedule, Spec, Variant, parse
 
 FP32 = 2e-6   # fp32 products and sums of up to 256 terms, a few tokens: 1e-7 is usual
 FP16 = 1e-3   # one rounding of the output to fp16: 2^-11 at most, 3e-4 as a norm
@@ -382,7 +384,7 @@ def test_twice_and_alone_and_in_a_batch_give_the_same_bits(rng):
         assert torch.equal(one_pool[table[n].long()], mine[table[n].long()])
 
 
-@pytest.mark.parametrize("bv", [4, 16])
+@pytest.mark.parametrize("bv", [16, 32])
 def test_a_pinned_schedule_changes_no_bit(rng, bv):
     x, options = kda(rng, "bounded", T=2, H=1, K=16, V=20)
     o, final = fused_recurrent_kda(**x, **options, output_final_state=True)
@@ -553,5 +555,20 @@ def test_limits_are_stated_once_and_defaults_respect_them():
     assert "more than V" in refusal(bv=256, warps=1)
     assert "registers" in refusal(bv=64, warps=1)
     assert "threads" in refusal(bv=64, warps=64)
+    assert "another order" in refusal(bv=8, warps=2)
+    assert "other threads" in refusal(bv=2, warps=1)
     assert "K = 300" in family.supports(Spec.make("recurrent", k=300, v=8, dtype="bf16"), Schedule.make(bv=8), None)
     assert "dtype" in family.supports(Spec.make("recurrent", k=8, v=8, dtype="i32"), Schedule.make(bv=8), None)
+    turned = Spec.make("recurrent", k=128, v=128, dtype="bf16", k_first=True)
+    assert "another order" in family.supports(turned, Schedule.make(bv=16, warps=2), None)
+
+
+@given(k=st.integers(1, 256), v=st.integers(1, 256), half_state=st.booleans(), k_first=st.booleans(),
+       seqs=st.integers(1, 4096), heads=st.integers(1, 96), tokens=st.integers(1, 8))
+def test_default_is_supported_and_committed_for_every_problem(k, v, half_state, k_first, seqs, heads, tokens):
+    family = families.get("recurrent")
+    spec = Spec.make("recurrent", k=k, v=v, dtype="bf16", half_state=half_state, k_first=k_first)
+    for target in (None, kdagen.devices.named("h200"), kdagen.devices.named("mi300x")):
+        schedule = family.default(spec, target, Problem(seqs * tokens, seqs, heads))
+        assert family.supports(spec, schedule, target) is None
+        assert schedule in family.default_schedules(spec)

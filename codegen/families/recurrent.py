@@ -53,52 +53,86 @@ def layout_context(spec: Spec) -> dict:
 class Recurrent(Family):
     name = "recurrent"
     title = "recurrent KDA for decode: T >= 1 tokens a sequence, states in place in a pool"
-    flags = {"k_first": Flag("k_first", (False, True))}  # states [HV, K, V] instead of [HV, V, K]
-    space = {"bv": (4, 8, 16, 32, 64)}
-    warps = (1, 2, 4)
+    flags = {
+        "half_state": Flag("half_state", (False, True)),  # states read and written in bf16 or fp16 instead of fp32
+        "k_first": Flag("k_first", (False, True)),        # states [HV, K, V] instead of [HV, V, K]
+    }
+    space = {"bv": (4, 8, 16, 32)}
+    warps = (1, 2)
     stages = (1,)
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
         return layout_context(spec)
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
-        bv = schedule.block.get("bv", 0)
+        bv, warps = schedule.block.get("bv", 0), schedule.warps
         if bv < 1 or bv & (bv - 1):
             return f"bv {bv} is not a power of two"
         if bv > next_power_of_2(spec.v):
             return f"bv {bv} is more than V = {spec.v} needs"
-        return refuse_head_dims(spec) or refuse_tile(bv * next_power_of_2(spec.k), schedule.warps, target)
+        reason = refuse_head_dims(spec) or refuse_tile(bv * next_power_of_2(spec.k), warps, target)
+        if reason:
+            return reason
+        # Which schedule runs depends on the batch. A sequence's bits must not: all schedules sum over K in the same order.
+        if spec.k_first:
+            same = self.default(spec)
+            if bv != same.block["bv"] or warps not in (0, same.warps):
+                return f"bv {bv} with {warps} warps sums over K in another order than {same.name} with {same.warps}"
+        elif warps not in (0, 1):
+            return f"{warps} warps sum over K in another order than one"
+        elif bv < min(self.smallest(spec), next_power_of_2(spec.v)):
+            return f"bv {bv} with K = {spec.k} spreads the sum over K over other threads than larger tiles do"
+        return None
+
+    def smallest(self, spec: Spec) -> int:
+        """The least bv whose tile has 8 elements for each thread of a warp, the most that one load takes; at least 4."""
+        return max(4, 256 // next_power_of_2(spec.k))
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """8 rows of V and one warp; 32 columns where V is contiguous, so that a row of the tile is a whole memory line."""
-        bv = min(32 if spec.k_first else 8, next_power_of_2(spec.v))
-        return Schedule.make(bv=bv, warps=max(1, min(4, bv * next_power_of_2(spec.k) // 1024)) if spec.k_first else 1)
+        """One warp and about 2 KB of state a program; 4 KB in a pass over several tokens or many half-size states.
+
+        With V contiguous: 32 columns, so that a row of the tile is a whole memory line, and two warps.
+        """
+        if spec.k_first:
+            bv = min(32, next_power_of_2(spec.v))
+            return Schedule.make(bv=bv, warps=2 if bv * next_power_of_2(spec.k) >= 1024 else 1)
+        many = problem is not None and problem.seqs * problem.heads >= 512
+        several = problem is not None and problem.tokens > problem.seqs
+        wanted = (16 if many else 4) if spec.half_state else (8 if several else 4)
+        return Schedule.make(bv=min(next_power_of_2(spec.v), max(wanted, self.smallest(spec))), warps=1)
+
+    def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
+        problems = (Problem(1, 1, 1), Problem(2, 1, 1), Problem(1024, 1024, 1))
+        return dict.fromkeys(self.default(spec, None, problem) for problem in problems)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         runtime = pointers(spec.dtype, "q", "k", "v", "g", "beta", "o") | {"scale": "fp32"} | dict.fromkeys(
             ("T", "slots", "pad_slot", *STRIDES), "i32")
         divisible = tuple(stride for stride in STRIDES if stride not in UNALIGNED)
         heads = {"H": 4, "HV": 4, "L2NORM": True, "BETA_SIGMOID": True, "BETA_SCALE": 1.0}
-        in_place = runtime | pointers("fp32", "A_log", "dt_bias", "h0", "ht") | {
-            "state_indices": "*i32", "lower_bound": "fp32"}
+        state = ("bf16" if spec.dtype == "fp32" else spec.dtype) if spec.half_state else "fp32"
+        runtime |= pointers(state, "h0", "ht")
+        in_place = runtime | pointers("fp32", "A_log", "dt_bias") | {"state_indices": "*i32", "lower_bound": "fp32"}
         decode = Kernel("recurrent_kernel", in_place, heads | dict(
             cu_seqlens=None, num_accepted=None, has_initial=None, COLUMNS=0, ONE_TOKEN=True, RAW_GATE=True), divisible)
         speculative = Kernel(
             "recurrent_kernel",
-            runtime | pointers("fp32", "A_log", "dt_bias") | pointers("bf16", "h0", "ht")
+            runtime | pointers("fp32", "A_log", "dt_bias")
             | {"state_indices": "*i32", "cu_seqlens": "*i32", "num_accepted": "*i32", "has_initial": "*i1"},
             heads | dict(lower_bound=None, COLUMNS=4, ONE_TOKEN=False, RAW_GATE=True), divisible)
         ready = Kernel(
-            "recurrent_kernel", runtime | pointers("fp32", "g", "h0", "ht"),
+            "recurrent_kernel", runtime | pointers("fp32", "g"),
             heads | dict(A_log=None, dt_bias=None, cu_seqlens=None, state_indices=None, num_accepted=None, has_initial=None,
                          lower_bound=None, COLUMNS=0, ONE_TOKEN=False, RAW_GATE=False, L2NORM=False, BETA_SIGMOID=False),
             divisible)
         return decode, speculative, ready
 
     def committed(self) -> Iterable[Spec]:
-        for k_first in (False, True):
-            for dtype in ("bf16", "fp16", "fp32"):
-                yield Spec.make("recurrent", k=128, v=128, dtype=dtype, k_first=k_first)
+        for dtype in ("bf16", "fp16", "fp32"):
+            yield Spec.make("recurrent", k=128, v=128, dtype=dtype)
+            yield Spec.make("recurrent", k=128, v=128, dtype=dtype, k_first=True)
+            if dtype != "fp32":
+                yield Spec.make("recurrent", k=128, v=128, dtype=dtype, half_state=True)
 
 
 FAMILY = Recurrent()

@@ -95,7 +95,7 @@ def fused_recurrent_kda(
     Not differentiable. Formula: arXiv 2510.26692.
     """
     if out is None:
-        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(v)
     if (state_pool is None) != (state_indices is None):
         refuse("state_pool", "no state_indices beside it" if state_indices is None else "None beside state_indices",
                "both or neither", "For states of their own pass initial_state.")
@@ -106,7 +106,7 @@ def fused_recurrent_kda(
     elif output_final_state:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        final_state = torch.empty((N, *v.shape[2:3], *inner), dtype=torch.float32, device=q.device)
+        final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
     else:
         final_state = None
     arguments = (
@@ -158,7 +158,9 @@ def _plan(
 ) -> Plan:
     check_interpretable(q.dtype)
     K, HV, V = q.shape[-1], *v.shape[2:]
-    spec = Spec.make("recurrent", k=K, v=V, dtype=DTYPE_NAMES[q.dtype], k_first=not v_first)
+    states = final_state if final_state is not None else initial_state
+    spec = Spec.make("recurrent", k=K, v=V, dtype=DTYPE_NAMES[q.dtype], k_first=not v_first,
+                     half_state=states is not None and states.dtype != torch.float32)
     seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     target = devices.of_index(q.get_device()) if q.is_cuda else devices.named("h200")
     choice = dispatch.pick(spec, Problem(q.shape[0] * q.shape[1], seqs, HV), target)
