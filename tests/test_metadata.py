@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inputs import cu_seqlens as boundaries
 from torch.utils._pytree import tree_leaves
 
+from inputs import cu_seqlens as boundaries
 from kdagen import dispatch, families
 from kdagen.errors import ArgumentError, ArgumentTypeError, KdagenError
 from kdagen.families.step_tables import MAX_SCHEDULES
