@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from kdagen.serving import KDAConfig, Request
+from kdagen.serving import KDAConfig, Request, reference
 from kdagen.serving.loop import PROMPTS, make_engine, make_requests, run_demo, tolerance
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -89,3 +92,14 @@ def test_the_demo_reports_each_request_and_its_progress():
     assert all(row["agrees"] for row in rows) and rows[-1]["kept"] > 0
     assert rows[-1]["generated"] == sum(row["generated"] for row in rows[:-1])
     assert calls[-1][0] == calls[-1][1] and [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_the_documented_example_runs():
+    text = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    scope: dict = {}
+    exec(re.search(r"^```python\n(.*?)^```", text, re.M | re.S).group(1), scope)
+    layer, device = scope["layer"], scope["device"]
+    want = reference.forward(layer, scope["hidden"][:70])
+    error = (scope["prompt_out"][:70].double().cpu() - want).norm() / want.norm()
+    assert error <= (1e-5 if device == "cpu" else 2e-2)
+    assert scope["token_out"].shape == (2, layer.config.hidden)
