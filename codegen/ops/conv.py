@@ -11,16 +11,18 @@ from kdagen import devices, dispatch
 from kdagen.errors import refuse
 from kdagen.ops._common import DTYPE_NAMES, check_interpretable, on_device, register, runs_kernels
 from kdagen.ops._conv_checks import activation_flag, check_data, check_pool, check_schedule, check_update_rows
+from kdagen.ops._conv_cpu import batched, run_prompts, run_steps
 from kdagen.ops._decode_checks import check_boundaries
-from kdagen.reference import conv as oracle
 from kdagen.spec import Problem, Spec
 
-_PREFILL = dispatch.memo("causal_conv1d")
-_UPDATE = dispatch.memo("causal_conv1d_update")
+MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any engine has
+
+_LAYOUTS = dispatch.memo("conv layouts")
+_PLANS = dispatch.memo("conv plans")
 
 
 class Plan(NamedTuple):
-    """What runs for a dtype, width, device and size bucket."""
+    """What runs for a family, dtype, width, device and size bucket."""
 
     launch: object  # the chosen module's launch
     block: int      # tokens a program takes (prefill)
@@ -65,8 +67,8 @@ def causal_conv1d(
     its tokens. Empty sequences leave their line as it is.
 
     Values of tensors on a GPU are not checked, as that would wait for the device: boundaries are clamped to 0..T.
-    ``checked=False`` skips all checks. Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError).
-    Not differentiable.
+    ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are never checked
+    again. Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError). Not differentiable.
     """
     silu = activation_flag(activation)
     if out is None:
@@ -93,27 +95,30 @@ def causal_conv1d(
 
 def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,
          checked) -> None:
-    if checked:
-        _check(x, weight, bias, out, cu_seqlens, block_m, pool, indices, has)
+    key = ("prefill", _layout(x), _layout(weight), _layout(bias), _layout(out), _layout(cu_seqlens), _layout(pool),
+           _layout(indices), _layout(has), block_m)
+    plan = _LAYOUTS.get(key)
+    if plan is None or not x.is_cuda:
+        if checked:
+            _check(x, weight, bias, out, cu_seqlens, block_m, pool, indices, has)
+        if not runs_kernels(x):
+            return run_prompts(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, pad_slot, silu)
+        seqs = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        plan = _remember(key, _plan("conv_prefill", x, weight, seqs))
+    if checked and out.data_ptr() == x.data_ptr() and x.numel():
+        refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     if x.dim() == 2:
         x, out = x.unsqueeze(0), out.unsqueeze(0)
     if indices is not None and indices.dim() == 2:
         indices = indices[:, 0]
-    if not runs_kernels(x):
-        return _cpu(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, pad_slot, silu)
     rows, tokens, dim = x.shape
-    seqs = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    key = (x.dtype, weight.shape[1], x.get_device(), (rows * tokens).bit_length(), seqs.bit_length(), dim.bit_length())
-    plan = _PREFILL.get(key)
-    if plan is None:
-        plan = _PREFILL[key] = _plan("conv_prefill", x, weight, rows * tokens, seqs)
     block = block_m or plan.block
-    if batch_ptr is not None:
-        programs = tot
-    elif cu_seqlens is not None:
-        programs = tokens // block + seqs if seqs and tokens else 0
-    else:
+    seqs = rows
+    if cu_seqlens is None:
         programs = rows * -(-tokens // block)
+    else:
+        seqs = cu_seqlens.shape[0] - 1
+        programs = tot if batch_ptr is not None else tokens // block + seqs if seqs and tokens else 0
     if programs and dim:
         with on_device(x):
             plan.launch(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, pool, indices, has, seqs, tokens, programs,
@@ -153,7 +158,8 @@ def causal_conv1d_update(
     its tokens. Rows without tokens leave their line; tokens after the last boundary are not written.
 
     Values of tensors on a GPU are not checked, as that would wait for the device: boundaries are clamped to 0..tokens.
-    ``checked=False`` skips all checks. Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError).
+    ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are never checked
+    again. Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError).
     """
     silu = activation_flag(activation)
     if out is None:
@@ -168,35 +174,53 @@ def causal_conv1d_update(
 
 
 def _run_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu, checked) -> None:
-    if checked:
-        _check_update(x, pool, weight, bias, out, boundaries, indices, accepted, has)
-    if x.dim() == 2:  # [N, D] is [N, 1, D]; packed tokens [tokens, D] are [1, tokens, D]
-        axis = 1 if boundaries is None else 0
-        x, out = x.unsqueeze(axis), out.unsqueeze(axis)
+    key = ("update", _layout(x), _layout(pool), _layout(weight), _layout(bias), _layout(out), _layout(boundaries),
+           _layout(indices), _layout(accepted), _layout(has))
+    plan = _LAYOUTS.get(key)
+    if plan is None or not x.is_cuda:
+        if checked:
+            _check_update(x, pool, weight, bias, out, boundaries, indices, accepted, has)
+        if not runs_kernels(x):
+            return run_steps(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu)
+        seqs = x.shape[0] if boundaries is None else boundaries.shape[0] - 1
+        plan = _remember(key, _plan("conv_update", x, weight, seqs))
+    x, out = batched(x, boundaries), batched(out, boundaries)
     if indices is not None and indices.dim() == 2:
         indices = indices[:, 0]
-    if not runs_kernels(x):
-        return _cpu_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu)
-    rows, tokens, dim = x.shape
-    seqs = rows if boundaries is None else boundaries.shape[0] - 1
-    total = rows * tokens
-    key = (x.dtype, weight.shape[1], x.get_device(), total > seqs, total.bit_length(), seqs.bit_length(), dim.bit_length())
-    plan = _UPDATE.get(key)
-    if plan is None:
-        plan = _UPDATE[key] = _plan("conv_update", x, weight, total, seqs)
-    if total and seqs and dim:
+    seqs = x.shape[0] if boundaries is None else boundaries.shape[0] - 1
+    if seqs and x.numel():
         with on_device(x):
             plan.launch(x, weight, bias, out, boundaries, pool, indices, has, accepted, seqs, pad_slot, silu=silu,
                         num_warps=plan.warps, num_stages=plan.stages)
 
 
-def _plan(family: str, x, weight, tokens: int, seqs: int) -> Plan:
-    check_interpretable(x.dtype)
-    spec = Spec.make(family, dtype=DTYPE_NAMES[x.dtype], width=weight.shape[1])
-    target = devices.of_index(x.get_device()) if x.is_cuda else devices.named("h200")
-    choice = dispatch.pick(spec, Problem(tokens, seqs, x.shape[-1]), target)
-    schedule = choice.schedule
-    return Plan(choice.module.launch, schedule.block.get("bt", 0), schedule.warps, schedule.stages)
+def _layout(tensor: torch.Tensor | None):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _remember(key: tuple, plan: Plan) -> Plan:
+    """Calls of this layout have passed the checks, and run this plan."""
+    if len(_LAYOUTS) >= MEMO_ENTRIES:
+        _LAYOUTS.clear()
+    _LAYOUTS[key] = plan
+    return plan
+
+
+def _plan(family: str, x, weight, seqs: int) -> Plan:
+    """Dispatch's choice; one for all sizes of a bucket, so that a new length does not cost a look-up in the tables."""
+    width, dim = weight.shape[1], x.shape[-1]
+    tokens = x.numel() // max(1, dim)
+    key = (family, x.dtype, width, x.get_device(), tokens > seqs, tokens.bit_length(), seqs.bit_length(), dim.bit_length())
+    plan = _PLANS.get(key)
+    if plan is None:
+        check_interpretable(x.dtype)
+        spec = Spec.make(family, dtype=DTYPE_NAMES[x.dtype], width=width)
+        target = devices.of_index(x.get_device()) if x.is_cuda else devices.named("h200")
+        choice = dispatch.pick(spec, Problem(tokens, seqs, dim), target)
+        schedule = choice.schedule
+        plan = Plan(choice.module.launch, schedule.block.get("bt", 0), schedule.warps, schedule.stages)
+        _PLANS[key] = plan
+    return plan
 
 
 def _check(x, weight, bias, out, cu_seqlens, block_m, pool, indices, has, *, values: bool = True) -> None:
@@ -205,8 +229,6 @@ def _check(x, weight, bias, out, cu_seqlens, block_m, pool, indices, has, *, val
         check_boundaries(cu_seqlens, B, T, x.device, values=values)
     if block_m and block_m < W - 1:
         refuse("block_m", block_m, f"at least the width - 1 = {W - 1} rows of history")
-    if values and out.data_ptr() == x.data_ptr() and out.numel():
-        refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     check_pool(pool, indices, has, B if cu_seqlens is None else cu_seqlens.shape[0] - 1, W, D, x.device)
 
 
@@ -218,43 +240,6 @@ def _check_update(x, pool, weight, bias, out, boundaries, indices, accepted, has
         N = boundaries.shape[0] - 1
     check_pool(pool, indices, has, N, W, D, x.device)
     check_update_rows(accepted, N, None if boundaries is not None else T, pool.shape[1] - W + 1, x.device)
-
-
-def _lines(pool, indices, rows: int, pad_slot: int) -> torch.Tensor:
-    """[rows] int64: the line of each sequence, -1 for padding."""
-    slots = torch.arange(rows) if indices is None else indices.long()
-    return torch.where((slots < 0) | (slots == pad_slot) | (slots >= pool.shape[0]), -1, slots)
-
-
-def _cpu(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, pad_slot, silu) -> None:
-    """The CPU path: the oracle in fp64, its results rounded into out and the lines."""
-    W, activation = weight.shape[1], "silu" if silu else None
-    if pool is None:
-        out.copy_(oracle.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)[0])
-        return
-    lengths = torch.full((x.shape[0],), x.shape[1]) if cu_seqlens is None else cu_seqlens.diff().long()
-    slots = _lines(pool, indices, len(lengths), pad_slot)
-    known = (slots >= 0) & initial
-    if has is not None:
-        known &= has
-    history = torch.zeros(len(slots), W - 1, x.shape[2], dtype=torch.float64)
-    history[known] = pool[slots[known], : W - 1].double()
-    y, final = oracle.causal_conv1d(x, weight, bias, initial_state=history, activation=activation, cu_seqlens=cu_seqlens,
-                                    output_final_state=True)
-    if cu_seqlens is None:
-        y[slots < 0] = 0
-    else:
-        y[0, (slots < 0).repeat_interleave(lengths)] = 0
-    out.copy_(y)
-    stored = (slots >= 0) & (lengths > 0)
-    pool[slots[stored], : W - 1] = final[stored].to(pool.dtype)
-
-
-def _cpu_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu) -> None:
-    rows = x.shape[0] if boundaries is None else boundaries.shape[0] - 1
-    out.copy_(oracle.causal_conv1d_update(
-        x, pool, weight, bias, state_indices=_lines(pool, indices, rows, pad_slot), num_accepted_tokens=accepted,
-        has_initial_state=has, cu_seqlens=boundaries, activation="silu" if silu else None))
 
 
 def _fake(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,
