@@ -293,7 +293,7 @@ def test_checkpoints_asked_for():
     got = KDAMetadataBuilder("cpu").build(batch).checkpoint
     same(got.offsets, [128, 0])
     same(got.state_indices, [41, 0])
-    assert got.exported == ((1, 128),)
+    assert got.exported == ((1, 128),) and got.rows.tolist() == [0]
 
 
 def test_aligned_prefills_export_the_state_of_their_last_whole_block():
