@@ -9,6 +9,7 @@ so does every launch while a profiler has hooked Triton's launches.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from triton import knobs
@@ -39,28 +40,42 @@ class FastKernel:
         """Compile and launch through Triton; remember how to launch it the short way."""
         compiled = self.jit[grid](*args, **kwargs)
         if key is not None and compiled is not None:
-            self._compiled[key] = _launcher(compiled)
+            self._compiled[key] = handle(compiled)
         return compiled
 
 
-def _launcher(compiled) -> tuple:
-    """(compiled, short, call, function, cooperative, pdl, packed metadata) of a compiled kernel.
+class Handle(NamedTuple):
+    """How to launch a compiled kernel.
 
-    ``short``: call Triton 3.6's C function at once, without the Python around it that only allocates scratch memory.
+    ``short``: ``call`` is Triton 3.6's C function itself, without the Python around it that only allocates scratch memory:
+    ``call(x, y, z, stream, function, cooperative, pdl, None, None, packed, None, None, None, *values)``. Otherwise it is
+    Triton's launcher: ``call(x, y, z, stream, function, packed, None, None, None, *values)``.
     """
+
+    compiled: object
+    short: bool
+    call: object
+    function: int
+    cooperative: bool
+    pdl: bool
+    packed: tuple
+
+
+def handle(compiled) -> Handle:
+    """The Handle of what ``jit[grid](...)`` returned."""
     outer = compiled.run
     short = (type(outer).__name__ == "CudaLauncher" and not hasattr(outer, "kernel_signature")
              and not outer.global_scratch_size and not outer.profile_scratch_size)
     if short:
         options = outer.launch_cooperative_grid, outer.launch_pdl
-        return compiled, True, outer.launch, compiled.function, *options, compiled.packed_metadata
-    return compiled, False, outer, compiled.function, False, False, compiled.packed_metadata
+        return Handle(compiled, True, outer.launch, compiled.function, *options, compiled.packed_metadata)
+    return Handle(compiled, False, outer, compiled.function, False, False, compiled.packed_metadata)
 
 
 def make_binder(jit: JITFunction, args: tuple, kwargs: dict, get, miss):
     """``bind(grid, *args, **kwargs)``: launch for arguments of exactly these types, and return the compiled kernel.
 
-    ``get(key)`` gives what ``_launcher`` made, or None, and then ``miss(key, grid, args, kwargs)`` is called. The key tells
+    ``get(key)`` gives a Handle, or None, and then ``miss(key, grid, args, kwargs)`` is called. The key tells
     apart all that Triton compiles differently: dtype and 16-byte alignment of tensors, value 1 and divisibility by 16 and
     width of integers, every constexpr and option, the device.
     """

@@ -13,7 +13,7 @@ from triton import knobs
 from kdagen import devices, dispatch
 from kdagen.errors import refuse
 from kdagen.families.step_tables import MAX_SCHEDULES
-from kdagen.launch import _launcher as launcher
+from kdagen.launch import handle
 from kdagen.ops._common import DTYPE_NAMES, interpreting
 from kdagen.spec import CHUNKS, Problem, Spec
 
@@ -158,7 +158,7 @@ def _direct(module, arguments: list, sizes: list[int], options: dict, index: int
     kernel, rows_each = module.step_tables_kernel, module.ROWS
     count = lambda sizes: sum([-(-size // rows_each) or 1 for size in sizes])
     compiled = kernel.jit[(count(sizes),)](*arguments, ROWS=rows_each, **options)
-    short, call, function, cooperative, pdl, packed = launcher(compiled)
+    _, short, call, function, cooperative, pdl, packed = handle(compiled)
     runtime, stream, tensor = knobs.runtime, torch._C._cuda_getCurrentRawStream, torch.Tensor
     if not short:
         return lambda arguments, sizes: module.launch(*arguments, **options)
