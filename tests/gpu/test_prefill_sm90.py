@@ -1,0 +1,217 @@
+"""The sm90 forms of prefill on the device: against fp64, and the same bits however a call is cut."""
+
+import pytest
+import torch
+
+from kdagen import devices, loader, reference
+from kdagen.ops import prefill_plan, prefill_sm90
+from kdagen.ops.metadata import step_tables
+from kdagen.spec import Schedule, Spec, Variant
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or devices.machine().arch != "sm90", reason="the forms are for sm90"),
+]
+
+SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
+NAN = float("nan")
+RAGGED = (70, 0, 331, 9, 64)
+# Relative error in norm of o and of the state against fp64: bf16 products with fp32 sums, looser where keys are nearly equal.
+TOLERANCE = {"random": (6e-3, 2e-3), "bound": (6e-3, 4e-3), "zero": (6e-3, 4e-3), "slow": (6e-3, 4e-3),
+             "mixed": (6e-3, 4e-3), "equal": (1.5e-2, 1e-2)}
+
+
+def module(family, **blocks):
+    return loader.load(Variant(Spec.make(family, **SIZES), Schedule.make(warps=0, stages=0, **blocks)))
+
+
+def kernels(bv=64):
+    prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form="tma", bv=bv)
+    return prefill_plan.Kernels(
+        prepare.launch, {"num_warps": 4, "num_stages": 1}, prepare, state.launch,
+        {"num_warps": 4 if bv == 64 else 8, "num_stages": 3}, Spec.make("prefill_segments", **SIZES), 74240, 64, 128, 128)
+
+
+def inputs(rng, T, H, HV=None, kind="random"):
+    HV = HV or H
+    make = lambda *shape: torch.randn(*shape, generator=rng)
+    q, k, v, g, beta = make(1, T, H, 128), make(1, T, H, 128), make(1, T, HV, 128), make(1, T, HV, 128), make(1, T, HV)
+    if kind in ("bound", "zero", "equal"):
+        g = torch.full_like(g, 60.0 if kind == "bound" else -60.0)
+    if kind == "slow":
+        g = g - 6
+    if kind == "mixed":
+        g = torch.where(g > 0, 60.0, -60.0)
+    if kind == "equal":
+        k, beta = make(1, 1, H, 128) + 0.05 * k, torch.full_like(beta, 5.0)
+    tokens = [x.to("cuda", torch.bfloat16) for x in (q, k, v, g, beta)]
+    return [*tokens, (torch.rand(HV, generator=rng) * 2 - 1).cuda(), (make(HV, 128) * 0.1).cuda()]
+
+
+def make_call(x, lengths, bv=64, **changes):
+    q, k, v, g, beta, A_log, dt_bias = x
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    tables = step_tables(edges.cuda(), edges, chunk_size=64, rows=True)
+    N, HV = len(lengths), v.shape[2]
+    call = prefill_plan.Call(
+        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0, scale=128**-0.5, beta_scale=1.0,
+        l2norm=True, sigmoid_beta=True, out=torch.full_like(v, NAN), cu_seqlens=edges.cuda(),
+        chunk_offsets=tables.chunk_offsets, chunk_rows=tables.chunk_rows, longest=max(-(-n // 64) for n in lengths),
+        h_in=None, read_slots=None, has_initial=None, h_out=torch.full((N, HV, 128, 128), NAN, device="cuda"),
+        write_slots=None,
+        ckpt_offsets=None, ckpt_slots=None, ckpt_pool=None, pad_slot=-1, N=N, H=q.shape[2], HV=HV, v_first=True,
+        batch_invariant=False, max_workspace=8 << 30, kernels=kernels(bv))
+    return call._replace(**changes)
+
+
+def run(call, cut=None):
+    assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+    torch.cuda.synchronize()
+    return call.out, call.h_out
+
+
+def oracle(x, lengths, h0=None, **flags):
+    q, k, v, g, beta, A_log, dt_bias = [None if t is None else t.cpu() for t in x]
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    flags = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True) | flags
+    return reference.recurrent_kda(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0, initial_state=None if h0 is None else h0.cpu(),
+        output_final_state=True, cu_seqlens=edges, use_gate_in_kernel=True, **flags)
+
+
+def error(got, want):
+    return ((got.cpu().double() - want).norm() / want.norm()).item()
+
+
+def check(out, state, want, kind="random"):
+    assert error(out, want[0]) < TOLERANCE[kind][0]
+    assert error(state, want[1]) < TOLERANCE[kind][1]
+
+
+SERIAL = prefill_sm90.Plan("serial")
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_against_fp64(rng, kind):
+    x = inputs(rng, sum(RAGGED), 2, kind=kind)
+    h0 = torch.randn(len(RAGGED), 2, 128, 128, generator=rng).cuda() * 0.3
+    want = oracle(x, RAGGED, h0)
+    first = run(make_call(x, RAGGED, h_in=h0), SERIAL)
+    check(*first, want, kind)
+    wide = run(make_call(x, RAGGED, bv=128, h_in=h0), SERIAL)
+    assert torch.equal(first[0], wide[0]) and torch.equal(first[1], wide[1]), "the V tile changed the bits"
+    again = run(make_call(x, RAGGED, h_in=h0), SERIAL)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    check(*run(make_call(x, RAGGED, h_in=h0), prefill_sm90.Plan("segments", (), 3, 2)), want, kind)
+
+
+@pytest.mark.parametrize("H, HV", [(1, 2), (2, 8)])
+def test_grouped_heads_and_cuts(rng, H, HV):
+    x = inputs(rng, 500, H, HV)
+    h0 = torch.randn(1, HV, 128, 128, generator=rng).cuda()
+    want = oracle(x, [500], h0)
+    out, state = run(make_call(x, [500], h_in=h0), SERIAL)
+    check(out, state, want)
+    for cuts in ((0, 4, 6, 8), (0, 1, 8), tuple(range(9))):
+        other = run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("windows", cuts))
+        assert torch.equal(out, other[0]) and torch.equal(state, other[1]), f"windows {cuts} changed the bits"
+    for segments, chunks in ((2, 4), (3, 3), (8, 1)):
+        check(*run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("segments", (), segments, chunks)), want)
+
+
+def test_flags_off(rng):
+    x = inputs(rng, 200, 2)
+    x[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
+    x[4], x[5], x[6] = torch.rand(1, 200, 2, generator=rng).cuda(), None, None
+    got = run(make_call(x, [200], l2norm=False, sigmoid_beta=False))
+    check(*got, oracle(x, [200], use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False))
+
+
+def test_negative_eigenvalues(rng):
+    x = inputs(rng, 200, 2)
+    check(*run(make_call(x, [200], beta_scale=2.0)), oracle(x, [200], allow_neg_eigval=True))
+
+
+def test_slices_of_a_fused_projection(rng):
+    x = inputs(rng, 200, 2)
+    wide = torch.randn(1, 200, 3 * 256 + 64, generator=rng).to("cuda", torch.bfloat16)
+    for i in range(3):
+        wide[..., i * 256:(i + 1) * 256] = x[i].flatten(-2)
+    y = [*(wide[..., i * 256:(i + 1) * 256].unflatten(-1, (2, 128)) for i in range(3)), *x[3:]]
+    first, second = run(make_call(x, [200])), run(make_call(y, [200]))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pools_padding_and_neighbours_of_nan(rng, dtype):
+    lengths = [70, 5, 130, 0, 64]
+    x = inputs(rng, sum(lengths), 2)
+    for t in x[:5]:
+        t[:, 70:75] = NAN  # sequence 1
+    pool = torch.randn(9, 2, 128, 128, generator=rng).cuda().to(dtype)
+    pool[3] = NAN
+    before = pool.clone()
+    index = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")
+    h0 = before[[1, 3, 5, 7, 0]].float()
+    h0[[1, 4]] = 0
+    want = oracle([t.nan_to_num(0) for t in x[:5]] + x[5:], lengths, h0, state_v_first=False)
+    call = make_call(x, lengths, h_in=pool, h_out=pool, read_slots=index(1, 3, 5, 7, -1), write_slots=index(2, 4, 5, 7, -1),
+                     has_initial=torch.tensor([True, False, True, True, True]).cuda(), v_first=False)
+    out, _ = run(call)
+    assert error(out[:, :70], want[0][:, :70]) < 6e-3 and error(out[:, 75:205], want[0][:, 75:205]) < 6e-3
+    for n, slot in ((0, 2), (2, 5)):  # a bf16 pool rounds: 2^-9
+        assert error(pool[slot].float(), want[1][n]) < (2e-3 if dtype == torch.float32 else 4e-3)
+    assert (out[:, 205:] == 0).all(), "outputs of a padding sequence"
+    assert out[:, 70:75].isnan().all()
+    for slot in (0, 1, 3, 6, 7, 8):
+        assert torch.equal(pool[slot].nan_to_num(7), before[slot].nan_to_num(7)), f"slot {slot} changed"
+
+
+@pytest.mark.parametrize("cut", [SERIAL, prefill_sm90.Plan("segments", (), 2, 2)], ids=["serial", "segments"])
+def test_checkpoints(rng, cut):
+    x = inputs(rng, 264, 2)
+    pool = torch.full((8, 2, 128, 128), 7.0, device="cuda")
+    index = lambda *rows: torch.tensor(rows, dtype=torch.int32, device="cuda")
+    offsets, slots = index([64, 192], [64, 128]), index([1, 2], [3, 4])
+    run(make_call(x, [200, 64], ckpt_offsets=offsets, ckpt_slots=slots, ckpt_pool=pool), cut)
+    for slot, first, last in ((1, 0, 64), (2, 0, 192), (3, 200, 264)):
+        part = [t[:, first:last] for t in x[:5]] + x[5:]
+        assert error(pool[slot], oracle(part, [last - first])[1][0]) < 2e-3
+    assert (pool[[0, 4, 5, 6, 7]] == 7).all(), "slots that no checkpoint names"
+
+
+@pytest.mark.parametrize("kind", ["random", "bound", "zero", "mixed"])
+@pytest.mark.parametrize("T", [22, 70, 200])
+def test_later_tokens_change_nothing(rng, T, kind):
+    x, y = inputs(rng, T, 2, kind=kind), inputs(rng, T, 2, kind="bound")
+    out, _ = run(make_call(x, [T]), SERIAL)
+    for last in (1, 5, 20):
+        mixed = [torch.cat([a[:, :T - last], b[:, T - last:]], 1) for a, b in zip(x[:5], y[:5])] + x[5:]
+        assert torch.equal(out[:, :T - last], run(make_call(mixed, [T]), SERIAL)[0][:, :T - last])
+        shorter = [t[:, :T - last].contiguous() for t in x[:5]] + x[5:]
+        assert torch.equal(out[:, :T - last], run(make_call(shorter, [T - last]), SERIAL)[0])
+
+
+@pytest.mark.parametrize("T, HV", [(64 * 64, 16), (64 * 24, 4)], ids=["windows", "segments"])
+def test_in_a_graph(rng, T, HV):
+    x = inputs(rng, T, HV)
+    call = make_call(x, [T])
+    out, state = (t.clone() for t in run(call))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert prefill_sm90.run(call, prefill_plan.matrices_of)
+    call.out.fill_(NAN)
+    call.h_out.fill_(NAN)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, call.out) and torch.equal(state, call.h_out)
+
+
+def test_never_waits_for_the_device(rng):
+    call = make_call(inputs(rng, 64 * 64, 16), [64 * 64])
+    run(call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert prefill_sm90.run(call, prefill_plan.matrices_of)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
