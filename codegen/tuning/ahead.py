@@ -28,6 +28,7 @@ class Ahead:
         self.done = {point.name: threading.Event() for point in sweep.points}
         self.fit: dict[str, list[Candidate]] = {}
         self.launches: dict[tuple, str | None] = {}  # launch -> None if it compiled, else why not
+        self.needs: dict[str, dict[Candidate, set[tuple]]] = {}  # Spec -> candidate -> its launches
 
     def wait(self, point: Point) -> list[Candidate] | None:
         """The candidates fit to be measured, once they are known; None if the sweep ends first."""
@@ -44,18 +45,28 @@ class Ahead:
             self.done[point.name].set()
 
     def _prepare(self, point: Point, runner: Runner) -> None:
-        """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows."""
+        """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows.
+
+        Once a Spec is planned at one point, its default is planned first at the others: if that launches nothing new, the
+        other candidates will not either.
+        """
         fit, todo = [], []
         for candidate in self.sweep.candidates[point.spec.name]:
             if candidate.refused is None and not self.sweep.known("compiled", point, candidate):  # noted only when refused
                 (fit if self.sweep.known("screened", point, candidate) else todo).append(candidate)
-        needs: dict[Candidate, set[tuple]] = {candidate: set() for candidate in todo}
+        planned_before = point.spec.name in self.needs
+        needs = self.needs.setdefault(point.spec.name, {})
+        for candidate in todo:
+            needs.setdefault(candidate, set())
         refused: dict[Candidate, str] = {}
-        again = todo
-        for _ in range(PLAN_ROUNDS):
-            if not again or self.sweep.over:
+        for group in (todo[:1], todo[1:]) if planned_before else (todo,):
+            compiled = len(self.launches)
+            for _ in range(PLAN_ROUNDS):
+                if not group or self.sweep.over:
+                    break
+                group = self._plan(point, runner, group, needs, refused)
+            if len(self.launches) == compiled:
                 break
-            again = self._plan(point, runner, again, needs, refused)
         for candidate in todo:
             why = refused.get(candidate) or next(filter(None, map(self.launches.get, sorted(needs[candidate]))), None)
             if why:
@@ -68,7 +79,7 @@ class Ahead:
         """Plan the candidates and compile what they launch; those whose plan is incomplete, and led to something new."""
         good = [key for candidate in todo for key in needs[candidate] if self.launches.get(key, "") is None]
         plans = self.sweep.call(runner, self.sweep.job("plan", point, candidates=[wire(c) for c in todo], compiled=good),
-                           PLAN_TIMEOUT_S)
+                                PLAN_TIMEOUT_S)
         if isinstance(plans, Failed):  # measure without a plan: the launches compile where they run
             return []
         wanted, again = {}, []

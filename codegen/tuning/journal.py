@@ -8,6 +8,7 @@ time and noise), and ``failed`` (which stage, why). The last event of a (stage, 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from threading import Lock
 
@@ -39,7 +40,8 @@ class Journal:
 
     def note(self, stage: str, point: str, candidate: str, inputs: str, **values) -> dict:
         """Write one event; ``failed="..."`` among the values marks a failure of that stage."""
-        event = {"stage": stage, "point": point, "candidate": candidate, "inputs": inputs} | values
+        event = {"stage": stage, "point": point, "candidate": candidate, "inputs": inputs,
+                 "at": round(time.time(), 2)} | values
         with self._lock:
             self._learn(event)
             self._file.write(json.dumps(event, sort_keys=True) + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +53,18 @@ class Candidate(NamedTuple):
 
 def decode_problems() -> list[Problem]:
     """Decode batches: one token a sequence."""
-    return [Problem(batch, batch, heads) for heads in HEADS for batch in BATCHES]
+    return [Problem(batch, batch, heads) for heads, batch in most_wanted(HEADS, BATCHES)]
 
 
 def prefill_problems() -> list[Problem]:
     """Prefill batches of equal sequences of at least 16 tokens, by tokens in all."""
-    return [Problem(tokens, seqs, heads) for seqs in SEQS for heads in HEADS for tokens in TOKENS
-            if tokens // seqs >= 16]
+    return [Problem(tokens, seqs, heads) for tokens, heads, seqs in most_wanted(TOKENS, HEADS, SEQS) if tokens // seqs >= 16]
+
+
+def most_wanted(*axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All combinations; each axis lists its most wanted values first, and so does the result."""
+    places = product(*(range(len(axis)) for axis in axes))
+    return [tuple(axis[i] for axis, i in zip(axes, place)) for place in sorted(places, key=lambda place: (sum(place), place))]
 
 
 def read_problems(path: Path) -> list[Problem]:

@@ -6,6 +6,7 @@ the other. Ctrl-C reaches the parent alone, which stops its workers.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -29,6 +30,7 @@ def answer_jobs(pipe, entry: str, env: dict[str, str]) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
+    logging.getLogger("kdagen").setLevel(logging.ERROR)  # that candidates are rendered on demand is what is wanted here
     module, name = entry.split(":")
     function = getattr(import_module(module), name)
     while True:
