@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kdagen import loader
-from kdagen.launch import FastKernel
 from kdagen.ops import _tensor_maps, prefill_plan, prefill_sm90
 from kdagen.spec import Schedule, Spec, Variant
 
@@ -28,6 +27,34 @@ def test_plan(rows, longest, N, HV, form):
     if form == "segments":
         assert cut.segments >= 2
         assert (cut.segments - 1) * cut.seg_chunks < longest <= cut.segments * cut.seg_chunks, "a segment without chunks"
+
+
+class Launcher:
+    """As Triton 3.6's, around a C function that takes tensor maps, or takes none."""
+
+    launch_cooperative_grid = launch_pdl = False
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launcher, wrapped):
+        tensordesc_indices = {0}
+        self.launch = (lambda *args: launcher(*args[tensordesc_indices.pop():])) if wrapped else launcher
+
+
+Launcher.__name__ = "CudaLauncher"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_drivers_function_is_found_behind_a_launcher(wrapped):
+    seen = []
+    types = {"q": "tensordesc<bf16[64, 32],Layout(x=[])>", "n": "i32"}
+    compiled = SimpleNamespace(
+        run=Launcher(print if not wrapped else lambda *args: seen.append(args), wrapped), function=7, packed_metadata=(4, 1, 99),
+        metadata=SimpleNamespace(tensordesc_meta=[]), src=SimpleNamespace(signature=types))
+    kernel = _tensor_maps.MapKernel.of(compiled)
+    assert kernel.box(0) == 32
+    if wrapped:
+        kernel.launch(5, 3, ("args",))
+        assert seen == [(5, 1, 1, 3, 7, False, False, None, None, (4, 1, 99), None, None, None, "args")]
 
 
 def test_plan_never_has_an_empty_segment():
@@ -90,7 +117,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(prefill_sm90, "lanes", lambda device: lane)
 
     def compile_only(self, key, stream, launch, *args, **options):
-        prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(_tensor_maps.launch_plainly(launch, *args, **options))
+        prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(launch(*args, **options))
 
     monkeypatch.setattr(prefill_sm90.Work, "_compile", compile_only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -102,7 +129,7 @@ def recorded(monkeypatch):
         for name in ("prepare_kernel", "state_kernel", "map_kernel", "combine_kernel"):
             kernel = getattr(found, name, None)
             if kernel is not None:
-                monkeypatch.setattr(found, name, FastKernel(Recorder(getattr(kernel, "jit", kernel), seen)))
+                monkeypatch.setattr(found, name, Recorder(getattr(kernel, "jit", kernel), seen))
         return found
 
     segments = module("prefill_segments", Schedule.make(form="tma", bm=64, warps=4, stages=3))

@@ -7,13 +7,11 @@ them. Where this Triton's launcher is not of the known build, ``MapKernel.of`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import NamedTuple
 
 import torch
 
-from kdagen.launch import FastKernel
+from kdagen.launch import handle
 
 MAX_MAPS = 8192  # maps a kernel remembers (each 128 bytes); then it forgets all
 
@@ -59,27 +57,15 @@ def token_tiles(x: torch.Tensor) -> tuple[int, int, int, int] | None:
 
 def _raw_launcher(compiled):
     """The driver's C function behind a compiled kernel's launcher, and the arguments that stay the same; or None."""
-    run = compiled.run
-    inner = getattr(run, "launch", None)
-    names = getattr(getattr(inner, "__code__", None), "co_freevars", ())
-    if inner is None or getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+    known = handle(compiled)
+    if not known.short:
         return None
-    if set(names) == {"launcher", "tensordesc_indices", "tensordesc_meta"}:
-        raw = inner.__closure__[names.index("launcher")].cell_contents
-    elif type(inner).__name__ == "builtin_function_or_method" and not hasattr(run, "kernel_signature"):
-        raw = inner  # a kernel without descriptors
-    else:
-        return None
-    scratch, hooks = (None, None), (None, None, None)
-    return raw, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, *hooks)
-
-
-def launch_plainly(launch: Callable, *args, **options):
-    """Call a generated module's ``launch`` on its jit functions, past FastKernel; it answers the compiled kernel."""
-    jits = {name: value.jit for name, value in launch.__globals__.items() if isinstance(value, FastKernel)}
-    plain = FunctionType(launch.__code__, launch.__globals__ | jits)
-    plain.__kwdefaults__ = launch.__kwdefaults__
-    return plain(*args, **options)
+    raw, names = known.call, getattr(getattr(known.call, "__code__", None), "co_freevars", None)
+    if names is not None:  # Triton's wrapper, which encodes descriptors at each launch
+        if "launcher" not in names:
+            return None
+        raw = raw.__closure__[names.index("launcher")].cell_contents
+    return raw, (known.function, known.cooperative, known.pdl, None, None, known.packed, None, None, None)
 
 
 class MapKernel:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kdagen import devices, dispatch
-from kdagen.ops._tensor_maps import MapKernel, address, kind, launch_plainly, token_tiles
+from kdagen.ops._tensor_maps import MapKernel, address, kind, token_tiles
 from kdagen.spec import Problem
 
 C, K, V = 64, 128, 128   # all that the forms support
@@ -194,7 +194,7 @@ class Work:
         """The first launch of a kernel: the plain way, on the same stream; what it compiles is kept."""
         on = torch.cuda.ExternalStream(stream, device=self.device) if stream else torch.cuda.default_stream(self.device)
         with torch.cuda.stream(on):
-            compiled = launch_plainly(launch, *args, **options)
+            compiled = launch(*args, **options)
         kernel = MapKernel.of(compiled)
         if kernel is not None:
             _KERNELS[key] = kernel

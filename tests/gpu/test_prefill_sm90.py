@@ -16,7 +16,7 @@ pytestmark = [
 SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 NAN = float("nan")
 RAGGED = (70, 0, 331, 9, 64)
-# Relative error in norm of o and of the state against fp64: bf16 products with fp32 sums, looser where keys are nearly equal.
+# Relative error in norm of o and the state against fp64: bf16 products with fp32 sums, looser where keys are nearly equal.
 TOLERANCE = {"random": (6e-3, 2e-3), "bound": (6e-3, 4e-3), "zero": (6e-3, 4e-3), "slow": (6e-3, 4e-3),
              "mixed": (6e-3, 4e-3), "equal": (1.5e-2, 1e-2)}
 
