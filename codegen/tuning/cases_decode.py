@@ -20,7 +20,7 @@ from kdagen.tuning import space
 from kdagen.tuning.cases import TORCH_DTYPES, Case, Random, boundaries, case
 
 STATE_TOLERANCE = 1e-5  # fp32 states: sums in another order than the oracle's
-CHANNELS = [3 * 128 * heads for heads in (32, 12, 96, 4)]
+CHANNELS = tuple(3 * 128 * heads for heads in (32, 12, 96, 4))
 ROWS = [1 << i for i in (15, 18, 10, 5, 20, 13, 17, 7, 16, 12, 19, 14, 11, 9, 8, 6, 21, 22)]
 
 
@@ -130,7 +130,8 @@ class ConvPrefill(Case):
     in_place = ("conv_states",)
 
     def problems(self, spec: Spec) -> list[Problem]:
-        return [Problem(tokens, min(4, max(1, tokens // 64)), channels) for channels in CHANNELS for tokens in space.TOKENS]
+        return [Problem(tokens, min(4, max(1, tokens // 64)), channels)
+                for channels, tokens in space.most_wanted(CHANNELS, space.TOKENS)]
 
     def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:
         random, dtype, D = Random(seed, device), TORCH_DTYPES[spec.dtype], problem.heads
@@ -166,7 +167,7 @@ class ConvUpdate(Case):
     in_place = ("conv_states",)
 
     def problems(self, spec: Spec) -> list[Problem]:
-        plain = [Problem(batch, batch, channels) for channels in CHANNELS for batch in space.BATCHES]
+        plain = [Problem(batch, batch, channels) for channels, batch in space.most_wanted(CHANNELS, space.BATCHES)]
         return plain + [Problem(4 * p.tokens, p.seqs, p.heads) for p in plain if p.seqs <= 256]
 
     def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:

@@ -63,8 +63,8 @@ def prefill_problems() -> list[Problem]:
 
 def most_wanted(*axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """All combinations; each axis lists its most wanted values first, and so does the result."""
-    places = product(*(range(len(axis)) for axis in axes))
-    return [tuple(axis[i] for axis, i in zip(axes, place)) for place in sorted(places, key=lambda place: (sum(place), place))]
+    places = sorted(product(*(range(len(axis)) for axis in axes)), key=lambda place: (sum(place), place))
+    return [tuple(axis[i] for axis, i in zip(axes, place)) for place in places]
 
 
 def read_problems(path: Path) -> list[Problem]:
