@@ -93,6 +93,13 @@ def test_a_wrong_or_unwritten_output_is_found(name, monkeypatch):
             measure.verify(job(name, default))
 
 
+def test_states_in_half_precision_are_a_spec_of_their_own(monkeypatch):
+    spec = Spec.make("recurrent", k=16, v=16, dtype="fp16", half_state=True)
+    monkeypatch.setitem(SPECS, "recurrent", spec)
+    assert cases.get("recurrent").inputs(spec, SIZES["recurrent"], 1, torch.device("cpu"))["state_pool"].dtype == torch.float16
+    assert measure.verify(job("recurrent", families.get("recurrent").default(spec)))["err"] < 1e-3
+
+
 @pytest.mark.parametrize("name", [name for name in TUNABLE if cases.get(name).in_place])
 def test_in_place_inputs_are_left_alone_and_compared(name):
     case, spec = cases.get(name), spec_of(name)

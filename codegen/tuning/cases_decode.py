@@ -45,7 +45,13 @@ class Recurrent(Case):
         inner = (K, V) if spec.k_first else (V, K)
         wide = lambda d: random.normal(N, T, H, d, dtype=dtype)
         return {"q": wide(K), "k": wide(K), "v": wide(V), "g": wide(K), "beta": random.normal(N, T, H, dtype=dtype),
-                "state_pool": random.normal(N, H, *inner), "state_indices": random.order(N), **gate_inputs(random, H, K)}
+                "state_pool": random.normal(N, H, *inner, dtype=self.state_dtype(spec)), "state_indices": random.order(N),
+                **gate_inputs(random, H, K)}
+
+    def state_dtype(self, spec: Spec) -> torch.dtype:
+        if not spec.half_state:
+            return torch.float32
+        return torch.float16 if spec.dtype == "fp16" else torch.bfloat16
 
     def run(self, spec: Spec, inputs: dict) -> dict:
         o, _ = fused_recurrent_kda(
@@ -63,7 +69,7 @@ class Recurrent(Case):
         return {"o": o, "state_pool": pool}
 
     def bytes_moved(self, spec: Spec, problem: Problem) -> float:
-        states = 2 * 4 * problem.seqs * problem.heads * spec.k * spec.v
+        states = 2 * (2 if spec.half_state else 4) * problem.seqs * problem.heads * spec.k * spec.v
         tokens = problem.tokens * problem.heads * (3 * spec.k + 2 * spec.v + 1) * DTYPES[spec.dtype]
         return states + tokens
 
@@ -72,7 +78,8 @@ class Recurrent(Case):
         return Problem(T * N, N, min(problem.heads, 8))
 
     def tolerance(self, spec: Spec, output: str) -> float:
-        return STATE_TOLERANCE if output == "state_pool" else super().tolerance(spec, output)
+        """States in half precision are rounded as the output is."""
+        return STATE_TOLERANCE if output == "state_pool" and not spec.half_state else super().tolerance(spec, output)
 
 
 @case("decode_step")
