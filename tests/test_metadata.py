@@ -291,10 +291,15 @@ def test_unknown_keyword(op):
 
 
 def test_unchecked_boundaries_stay_in_bounds(path):
-    """What is promised without checks: sizes from the host, decreasing boundaries count as empty, no crash."""
+    """What is promised without checks: sequences of negative length count as empty, on the host as on the device."""
     bad = torch.tensor([0, 90, 10, 74], dtype=torch.int32)
     indices, offsets = prepare_chunk_metadata_device(bad, bad, 64, checked=False)
     assert indices.tolist() == [[0, 0], [0, 1], [2, 0]] and offsets.tolist() == [0, 2, 2, 3]
+    for blocks in ([8], [7]):
+        made = step_tables(LONG, LONG, chunk_size=16, blocks=blocks, checked=False)
+        true = boundaries(LONG.diff().clamp(min=0).tolist())
+        assert_same(made.chunk_indices, chunk_table(true, 16)[0])
+        assert_schedule(made.schedules[blocks[0]], true, blocks[0])
 
 
 # ---- torch.compile and the op's schema

@@ -27,9 +27,9 @@ class Plan(NamedTuple):
     chunk: int                     # 0: no chunk table
     blocks: tuple[int, ...]        # of the schedules, without repeats
     sizes: tuple[int, ...]         # of all tables, the chunk table's first
-    less_one: np.ndarray           # [tables, 1] block - 1
+    less_one: np.ndarray           # [tables + 1, 1] block - 1; the row after the tables' finds negative lengths
     divide: np.ufunc
-    divisor: np.ndarray            # [tables, 1]
+    divisor: np.ndarray            # [tables + 1, 1]
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -44,10 +44,12 @@ def plan(chunk_size: int | None, *blocks: int) -> Plan:
     if len(blocks) > MAX_SCHEDULES:
         refuse("blocks", f"{len(blocks)} block sizes", f"at most {MAX_SCHEDULES}", "Call step_tables twice.")
     sizes = blocks if chunk_size is None else (chunk_size, *blocks)
-    column = np.array(sizes, np.int32)[:, None]
+    less_one = np.array([[size - 1] for size in sizes] + [[0]], np.int32)
     if all(size & (size - 1) == 0 for size in sizes):  # a shift is several times faster than a division
-        return Plan(chunk_size or 0, blocks, sizes, column - 1, np.right_shift, np.log2(column).astype(np.int32))
-    return Plan(chunk_size or 0, blocks, sizes, column - 1, np.floor_divide, column)
+        shifts = np.array([[size.bit_length() - 1] for size in sizes] + [[31]], np.int32)
+        return Plan(chunk_size or 0, blocks, sizes, less_one, np.right_shift, shifts)
+    divisors = np.array([[size] for size in sizes] + [[2**31 - 1]], np.int32)
+    return Plan(chunk_size or 0, blocks, sizes, less_one, np.floor_divide, divisors)
 
 
 def exact_sizes(name: str, host: torch.Tensor, n_seqs: int, planned: Plan, checked: bool) -> list[int]:
@@ -62,11 +64,12 @@ def exact_sizes(name: str, host: torch.Tensor, n_seqs: int, planned: Plan, check
         return [-sum([length // block for length in negated]) for block in planned.sizes]
     edges = host.numpy()
     lengths = edges[1:] - edges[:-1]
-    if np.minimum.reduce(lengths) < 0:
+    *sizes, odd = np.add.reduce(planned.divide(lengths + planned.less_one, planned.divisor), 1).tolist()
+    if odd and lengths.min() < 0:  # the last row is -1 where a length is negative
         if checked:
             _refuse_decreasing(name, edges.tolist())
-        lengths = np.maximum(lengths, 0)
-    return np.add.reduce(planned.divide(lengths + planned.less_one, planned.divisor), axis=1).tolist()
+        return [int(np.sum(-(-np.maximum(lengths, 0) // size))) for size in planned.sizes]
+    return sizes
 
 
 def _refuse_decreasing(name: str, edges: list[int]) -> None:
