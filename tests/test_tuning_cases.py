@@ -96,7 +96,8 @@ def test_a_wrong_or_unwritten_output_is_found(name, monkeypatch):
 def test_states_in_half_precision_are_a_spec_of_their_own(monkeypatch):
     spec = Spec.make("recurrent", k=16, v=16, dtype="fp16", half_state=True)
     monkeypatch.setitem(SPECS, "recurrent", spec)
-    assert cases.get("recurrent").inputs(spec, SIZES["recurrent"], 1, torch.device("cpu"))["state_pool"].dtype == torch.float16
+    inputs = cases.get("recurrent").inputs(spec, SIZES["recurrent"], 1, torch.device("cpu"))
+    assert inputs["state_pool"].dtype == torch.float16
     assert measure.verify(job("recurrent", families.get("recurrent").default(spec)))["err"] < 1e-3
 
 
