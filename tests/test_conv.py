@@ -373,6 +373,7 @@ def test_unknown_keywords_are_refused():
     (dict(num_accepted_tokens=torch.ones(3, dtype=torch.int32)), r"num_accepted_tokens: got shape \[3\]"),
     (dict(num_accepted_tokens=torch.ones(2)), "num_accepted_tokens: got torch.float32"),
     (dict(x=torch.zeros(2, 3, 8), num_accepted_tokens=PAIR), "room for k = 0 speculative tokens"),
+    (dict(query_start_loc=torch.tensor([0, 2]), num_accepted_tokens=PAIR[:1]), "room for k = 0 speculative tokens"),
     (dict(cache_indices=torch.zeros(2, 0, dtype=torch.int32)), r"cache_indices: got shape \[2, 0\]"),
     (dict(query_start_loc=torch.tensor([0, 1])), "query_start_loc: got .*end at T = 2"),
 ])

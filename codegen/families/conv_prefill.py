@@ -41,6 +41,7 @@ class ConvPrefill(Family):
     flags = {"width": WIDTH}
     space = {"bd": (128, 256, 512, 1024), "bt": (16, 32, 64, 128), "rows": (4, 8, 16)}
     warps = (1, 2, 4)
+    stages = (1, 3)
 
     def supports(self, spec, schedule, target):
         reason = refuse_conv(self, spec, schedule) or refuse_warps(schedule, target)
@@ -51,8 +52,8 @@ class ConvPrefill(Family):
         return None
 
     def default(self, spec, target=None, problem=None):
-        """256 channels a warp; long blocks where there are enough tokens to fill the device, short ones where not."""
-        return Schedule.make(bd=256, bt=32, rows=8, warps=1)
+        """Four channels a lane, four rows a step, the next two steps' rows on their way."""
+        return Schedule.make(bd=128, bt=32, rows=4, warps=1, stages=3)
 
     def load(self, spec, problem):
         """(tokens, channels): ``problem.heads`` is the number of channels."""
@@ -65,7 +66,7 @@ class ConvPrefill(Family):
         strides = tuple("stride_" + s for s in ("xb", "xt", "ob", "ot", "wd", "ww", "ps", "pc", "ci"))
         signature = data | {"weight": "*fp32"} | tables | dict.fromkeys(sizes + strides, "i32")
         aligned = ("dim", "stride_xt", "stride_ot", "stride_ps", "stride_pc")
-        flags = {"SILU": True, "INITIAL": True, "ROWWISE": True}
+        flags = {"SILU": True, "INITIAL": True, "ROWWISE": True, "STAGES": schedule.stages}
         search = {"batch_ptr": None, "block_ptr": None}
         return (
             Kernel("conv_prefill_kernel", signature, {"bias": None} | flags, aligned),

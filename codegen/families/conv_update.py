@@ -18,12 +18,12 @@ class ConvUpdate(Family):
         return refuse_conv(self, spec, schedule) or refuse_warps(schedule, target)
 
     def default(self, spec, target=None, problem=None):
-        """256 channels a warp; one row in flight for plain decode, four where a row brings several tokens."""
+        """Four channels a lane; one row in flight for plain decode, four where a row brings several tokens."""
         several = problem is not None and problem.tokens > problem.seqs
-        return Schedule.make(bd=256, rows=4 if several else 1, warps=1)
+        return Schedule.make(bd=256, rows=4 if several else 1, warps=2)
 
     def default_schedules(self, spec):
-        return tuple(Schedule.make(bd=256, rows=rows, warps=1) for rows in (1, 4))
+        return tuple(Schedule.make(bd=256, rows=rows, warps=2) for rows in (1, 4))
 
     def load(self, spec, problem):
         """(rows x channels, tokens a row): ``problem.heads`` is the number of channels."""

@@ -239,7 +239,9 @@ def _check_update(x, pool, weight, bias, out, boundaries, indices, accepted, has
         check_boundaries(boundaries, B, T, x.device, values=values, name="query_start_loc")
         N = boundaries.shape[0] - 1
     check_pool(pool, indices, has, N, W, D, x.device)
-    check_update_rows(accepted, N, None if boundaries is not None else T, pool.shape[1] - W + 1, x.device)
+    if boundaries is not None:
+        T = int(boundaries.diff().max()) if N and values and boundaries.device.type == "cpu" else None
+    check_update_rows(accepted, N, T, pool.shape[1] - W + 1, x.device)
 
 
 def _fake(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,

@@ -34,8 +34,8 @@ def guarded(rng, *shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("channels, width", [(1536, 4), (1000, 4), (70, 3), (258, 2)])
-@pytest.mark.parametrize("block", [None, 8, 24, 64])
+@pytest.mark.parametrize("channels, width", [(1040, 4), (70, 3), (258, 2)])
+@pytest.mark.parametrize("block", [None, 8, 24])
 def test_prompts_on_a_pool(rng, gpu_rng, dtype, channels, width, block):
     lengths = [*ragged(rng, 9, 300), 1, 2, 3]
     N, D = len(lengths), channels
