@@ -40,8 +40,9 @@ class Gate(Family):
         return refuse_elements(bt * bk, schedule.warps, target)
 
     def default(self, spec, target=None, problem=None):
-        """One warp with 128 channels, four of them a lane: of four tokens, or, in a sum, eight tokens' loads at a time."""
-        return Schedule.make(bt=8 if spec.chunk else 4, bk=min(next_power_of_2(spec.k), 128), warps=1)
+        """One warp: of four tokens and 128 channels, or, in a sum, eight tokens' loads at a time and 64 channels."""
+        bt, bk = (8, 64) if spec.chunk else (4, 128)
+        return Schedule.make(bt=bt, bk=min(next_power_of_2(spec.k), bk), warps=1)
 
     def load(self, spec, problem):
         """(tokens x heads, 1): nothing is serial."""

@@ -59,12 +59,11 @@ def kda_gate(
     Differentiable in g, A_log, dt_bias and beta without chunk_size and out.
     Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or Unsupported. Formula: arXiv 2510.26692.
     """
-    parameters = [g, A_log, dt_bias, beta]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parameters):
+    if torch.is_grad_enabled() and _wants_gradient(g, A_log, dt_bias, beta):
         if chunk_size is not None or out is not None:
             refuse("chunk_size" if out is None else "out", chunk_size if out is None else "a buffer",
                    "None, as a gradient is wanted", "Call it under torch.no_grad(), or sum the decay with torch.cumsum.")
-        decay, strength = _Differentiable.apply(*parameters, lower_bound, allow_neg_eigval, checked)
+        decay, strength = _Differentiable.apply(g, A_log, dt_bias, beta, lower_bound, allow_neg_eigval, checked)
         return decay if beta is None else (decay, strength)
     if chunk_size == 0:
         refuse("chunk_size", 0, "None for the decay itself, or a chunk size")
@@ -75,6 +74,11 @@ def kda_gate(
     run(g, A_log, dt_bias, out, beta, strength, cu_seqlens, chunk_indices, lower_bound, chunk_size or 0, allow_neg_eigval,
         checked)
     return out if beta is None else (out, strength)
+
+
+def _wants_gradient(g, A_log, dt_bias, beta) -> bool:
+    return (g.requires_grad or (A_log is not None and A_log.requires_grad)
+            or (dt_bias is not None and dt_bias.requires_grad) or (beta is not None and beta.requires_grad))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -101,14 +105,16 @@ class _Differentiable(torch.autograd.Function):
         return *found, d_beta, None, None, None
 
 
-def _layout(tensor: torch.Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-
-
 def _run(g, A_log, dt_bias, out, beta, strength, cu_seqlens, chunk_indices, lower_bound, chunk_size, neg_eigval, checked):
     """The op itself: writes out and, unless beta is None, strength."""
-    key = (_layout(g), _layout(A_log), _layout(dt_bias), _layout(out), _layout(beta), _layout(cu_seqlens),
-           _layout(chunk_indices), lower_bound, chunk_size)
+    key = (
+        g.shape, g.stride(), g.dtype, g.get_device(), out.shape, out.stride(), out.dtype, out.get_device(),
+        *((None,) if A_log is None else (A_log.shape, A_log.stride(), A_log.dtype, A_log.get_device())),
+        *((None,) if dt_bias is None else (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.get_device())),
+        *((None,) if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.get_device())),
+        *((None,) if not chunk_size or cu_seqlens is None else (_table(cu_seqlens), _table(chunk_indices))),
+        lower_bound, chunk_size,
+    )
     plan = _MEMO.get(key)
     if plan is None or not g.is_cuda:
         if checked:
@@ -117,28 +123,32 @@ def _run(g, A_log, dt_bias, out, beta, strength, cu_seqlens, chunk_indices, lowe
             return _cpu(g, A_log, dt_bias, out, beta, strength, cu_seqlens, lower_bound, chunk_size, neg_eigval)
         if len(_MEMO) >= MEMO_ENTRIES:
             _MEMO.clear()
-        plan = _MEMO[key] = _plan(g, chunk_size)
-    launch, options = plan
+        plan = _MEMO[key] = _plan(g, out, beta, chunk_indices, lower_bound, chunk_size)
+    launch, kept, warps, stages, bound = plan
     tables = (cu_seqlens, chunk_indices) if chunk_size else ()
     with on_device(g):
-        launch(g, A_log, dt_bias, None if lower_bound is None else float(lower_bound), out, beta, strength,
-               2.0 if neg_eigval else 1.0, *tables, **options)
+        launch(g, A_log, dt_bias, bound, out, beta, strength, 2.0 if neg_eigval else 1.0, *tables,
+               kept=kept, num_warps=warps, num_stages=stages)
 
 
-def _plan(g: torch.Tensor, chunk_size: int) -> tuple:
-    """(launch, its keyword arguments) for gates of this dtype, K and size on this device."""
+def _table(tensor: torch.Tensor | None):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _plan(g, out, beta, chunk_indices, lower_bound, chunk_size) -> tuple:
+    """(launch, its layout, warps, stages, lower_bound): all that calls with the same layouts share."""
     check_interpretable(g.dtype)
     B, T, HV, K = g.shape
     key = (g.dtype, K, chunk_size, (B * T * HV).bit_length(), g.get_device())
-    found = _CHOICES.get(key)
-    if found is None:
+    choice = _CHOICES.get(key)
+    if choice is None:
         target = devices.of_index(g.get_device()) if g.is_cuda else devices.named("h200")
         spec = Spec.make("gate", chunk=chunk_size, k=K, dtype=DTYPE_NAMES[g.dtype])
         # a power of two of tokens x heads stands for all of its bucket, so that the choice does not depend on who came first
-        choice = dispatch.pick(spec, Problem(1 << (B * T * HV).bit_length() >> 1, 1, 1), target)
-        options = dict(num_warps=choice.schedule.warps, num_stages=choice.schedule.stages)
-        found = _CHOICES[key] = choice.module.launch, options
-    return found
+        choice = _CHOICES[key] = dispatch.pick(spec, Problem(1 << (B * T * HV).bit_length() >> 1, 1, 1), target)
+    kept = choice.module.layout(g, out, beta, *((chunk_indices,) if chunk_size else ()))
+    bound = None if lower_bound is None else float(lower_bound)
+    return choice.module.launch, kept, choice.schedule.warps, choice.schedule.stages, bound
 
 
 def _check(g, A_log, dt_bias, out, beta, cu_seqlens, chunk_indices, lower_bound, chunk_size) -> None:

@@ -61,10 +61,12 @@ def test_replays_on_another_stream_without_a_synchronization(rng):
 
 
 def test_host_time(rng):
+    """20 us where torch.empty takes 2.3 us (an ordinary H200 host), and in that proportion on a slower one."""
     from kdagen.tuning.timing import time_host
 
     o, z, weight = tensors(rng, 1, 64, 32, 128)
-    assert time_host(lambda: gated_rmsnorm(o, z, weight)).p20 < 20
+    allowed = 20 * max(1.0, time_host(lambda: torch.empty(64, device="cuda")).us / 2.3)
+    assert time_host(lambda: gated_rmsnorm(o, z, weight)).p20 < allowed
 
 
 def test_compiles_into_one_graph(rng):
