@@ -1,4 +1,4 @@
-"""Prefill, first kernel: one program per (chunk, value head) makes all that the state pass needs. Template: prefill_prepare.py.j2.
+"""Prefill, first kernel: a program per (chunk, value head) makes all that the state pass needs: prefill_prepare.py.j2.
 
 Spec: ``gate`` is the raw gate's form (bounded, softplus) or ``log`` for a ready log decay. Only the bounded gate may use a
 factored leaf: with -5 nats a token or more, 32 rows of decay about a middle reference stay inside bf16's and fp32's range.
@@ -19,8 +19,8 @@ LOWEST_BOUND = -5.0  # nats a token: the steepest bounded gate
 LEAF = 32            # rows of a factored leaf
 STRIDES = tuple(f"s{x}_{axis}" for x in ("q", "k", "v", "g", "beta") for axis in "th")
 
-# Coefficients of t^0, t^1, .. of log2(1 + t) / t on [0, 1], by degree: minimax in relative error (8.4e-6 and 3.0e-8), so that
-# gates near zero keep their bits. An fp16 gate is rounded by 2.4e-4 in any case.
+# Coefficients of t^0, t^1, .. of log2(1 + t) / t on [0, 1], by degree: minimax in relative error (8.4e-6 and 3.0e-8), so
+# that gates near zero keep their bits. An fp16 gate is rounded by 2.4e-4 in any case.
 LOG2_TERMS = {
     5: (1.4426828622817993, -0.7204261422157288, 0.4691740572452545, -0.3030362129211426, 0.1460328847169876,
         -0.034435905516147614),
@@ -90,7 +90,7 @@ class Prepare(Family):
         if tile > 65536:
             return f"a tile of {spec.chunk} x {bk} {spec.dtype} takes {tile} bytes, more than 65536"
         if schedule.warps and spec.chunk * bk > 128 * 32 * schedule.warps:
-            return f"a tile of {spec.chunk} x {bk} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
+            return f"a tile of {spec.chunk} x {bk} fp32 needs more than 128 registers a thread with {schedule.warps} warps"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:

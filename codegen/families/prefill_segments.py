@@ -45,7 +45,7 @@ class Segments(Family):
         if target is not None and schedule.stages > 1:
             need = schedule.stages * stage_bytes(spec, bm)
             if need > target.smem:
-                return f"{schedule.stages} stages of {stage_bytes(spec, bm)} bytes are more than {target.slug}'s {target.smem}"
+                return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
@@ -53,7 +53,8 @@ class Segments(Family):
         bm = min(kp, padded(spec.v), 64 if kp <= 128 else 32)
         for stages in (3, 2, 1):
             schedule = Schedule.make(bm=bm, warps=4, stages=stages)
-            if self.supports(spec, schedule, target) is None and (target is not None or stages * stage_bytes(spec, bm) < 220_000):
+            fits = target is not None or stages * stage_bytes(spec, bm) < 220_000
+            if fits and self.supports(spec, schedule, target) is None:
                 return schedule
         return Schedule.make(bm=16, warps=4, stages=1)
 
@@ -70,7 +71,8 @@ class Segments(Family):
         single = {"p_lo": None} if spec.dtype == "fp32" else {}
         shared = {"chunk_offsets": "*i64", "off": "*fp32"} | pointers(spec.dtype, "p_hi", "p_lo")
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
-        of_map = pointers(spec.dtype, "kg", "w", "u") | {"dec": "*fp32"} | shared | dict.fromkeys(("slot_base", "seg_begin"), "i32")
+        of_map = pointers(spec.dtype, "kg", "w", "u") | {"dec": "*fp32"} | shared
+        of_map |= dict.fromkeys(("slot_base", "seg_begin"), "i32")
         of_combine = shared | {"hs": "*fp32"}
         drop = lambda signature: {name: kind for name, kind in signature.items() if name not in single}
         return (Kernel("map_kernel", drop(of_map), single | {"STAGES": schedule.stages}),

@@ -1,4 +1,4 @@
-"""Prefill, second kernel: the state walks over a sequence's chunks and leaves the outputs behind. Template: prefill_state.py.j2.
+"""Prefill, second kernel: the state walks over a sequence's chunks and leaves outputs behind: prefill_state.py.j2.
 
 A program is ``bv`` rows of V of one (sequence, value head, segment), with its part of the state, transposed to [BV, K], in
 registers from the first chunk to the last. Everything that only drops a branch (slots, checkpoints, the state's layout,
@@ -48,7 +48,7 @@ class State(Family):
         if target is not None and schedule.stages > 1:
             need = schedule.stages * stage_bytes(spec, bv)
             if need > target.smem:
-                return f"{schedule.stages} stages of {stage_bytes(spec, bv)} bytes are more than {target.slug}'s {target.smem}"
+                return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
@@ -59,7 +59,8 @@ class State(Family):
         warps = 8 if bv * kp > 64 * 128 else 4
         for stages in (3, 2, 1):
             schedule = Schedule.make(bv=bv, warps=warps, stages=stages)
-            if self.supports(spec, schedule, target) is None and (target is not None or stages * stage_bytes(spec, bv) < 220_000):
+            fits = target is not None or stages * stage_bytes(spec, bv) < 220_000
+            if fits and self.supports(spec, schedule, target) is None:
                 return schedule
         return Schedule.make(bv=min(bv, 16), warps=4, stages=1)
 
@@ -80,8 +81,8 @@ class State(Family):
                                "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
         signature = intermediates | pointers(spec.dtype, "o") | {"cu_seqlens": "*i32", "chunk_offsets": "*i64"} | sizes
         base = {"V_FIRST": True, "STAGES": schedule.stages}
-        absent = dict.fromkeys(("read_slots", "has_initial", "write_slots", "mid_in", "mid_out", "ckpt_offsets", "ckpt_slots",
-                                "ckpt_pool"))
+        absent = dict.fromkeys(("read_slots", "has_initial", "write_slots", "mid_in", "mid_out", "ckpt_offsets",
+                                "ckpt_slots", "ckpt_pool"))
         plain = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out"), base | absent, STRIDES)
         pool = Kernel(
             "state_kernel",

@@ -11,7 +11,15 @@ from kdagen import reference as oracle
 from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.families.prefill_prepare import LOWEST_BOUND
 from kdagen.ops import prefill_plan as planning
-from kdagen.ops._common import FLOATS, check_device, check_dtype, check_interpretable, check_shape, on_device, register, runs_kernels
+from kdagen.ops._common import (
+    check_device,
+    check_dtype,
+    check_interpretable,
+    check_shape,
+    on_device,
+    register,
+    runs_kernels,
+)
 from kdagen.ops._decode_checks import (
     INTEGERS,
     check_boundaries,
@@ -71,8 +79,8 @@ def chunk_kda(
     Tokens. q, k [B, T, H, K], v [B, T, HV, V] of one dtype (bf16, fp16, fp32); HV a multiple of H; K, V from 1 to 256.
     g [B, T, HV, K]: log decay (natural log, <= 0), or with ``use_gate_in_kernel`` the raw gate of
     -exp(A_log) * softplus(g + dt_bias), or, with ``lower_bound`` in [-5, 0), of
-    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)): A_log [HV] (None only with lower_bound: a factor 1), dt_bias [HV, K] or
-    [HV * K] or None. beta [B, T, HV]: strength, or with ``use_beta_sigmoid_in_kernel`` its raw logit (times 2 after the
+    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)): A_log [HV] (None only with lower_bound: a factor 1), dt_bias [HV, K]
+    or [HV * K] or None. beta [B, T, HV]: strength, or with ``use_beta_sigmoid_in_kernel`` its raw logit (times 2 after the
     sigmoid with ``allow_neg_eigval``). ``use_qk_l2norm_in_kernel``: x / sqrt(sum(x^2) + 1e-6) on q, k. ``scale``: K^-0.5 by
     default. q, k, v, g, beta may be slices of wider tensors (no copy is made), the last dimension of q, k, v, g contiguous,
     and with B > 1 the stride of the batch T times that of a token. ``out``: a buffer for o.
@@ -83,20 +91,21 @@ def chunk_kda(
     CUDA graph and replayed with other boundaries (as it can with tables in bounded mode). Tokens of no sequence: o is left
     as it is.
 
-    States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16, fp16;
-    zeros if None), and with ``output_final_state`` a new fp32 tensor; a sequence without tokens keeps its state. Or
+    States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16,
+    fp16; zeros if None), and with ``output_final_state`` a new fp32 tensor; a sequence without tokens keeps its state. Or
     ``state_pool`` [slots, ...], changed in place: sequence n starts from slot ``read_slots``[n] (without read_slots: from
     initial_state, or zeros) and leaves its state in slot ``write_slots``[n] (without: in the returned tensor, if asked
     for). int32 or int64 [N], of any stride; one slot must not be written for two sequences, nor read for one and written
     for another. ``has_initial_state`` [N] bool: False starts from zeros and reads nothing. ``checkpoint_offsets``,
     ``checkpoint_slots`` [N] or [N, P]: the state after that many tokens of the sequence (a multiple of chunk_size, ascending
-    in a row; others are passed over) also goes to that slot. A slot that is negative, ``pad_slot`` or past the pool is padding:
-    never read, never written. A sequence whose read slot (without read_slots, its write slot) is padding has zero output.
+    in a row; others are passed over) also goes to that slot. A slot that is negative, ``pad_slot`` or past the pool is
+    padding: never read, never written. A sequence whose read slot (without read_slots, its write slot) is padding has zero
+    output.
 
     ``batch_invariant`` (default: the environment's KDAGEN_BATCH_INVARIANT=1): a sequence's results are the same bits
     whatever else is in the batch, and however many heads there are. ``max_workspace``: bytes for the intermediates,
     4 GiB by default; the results do not depend on it, except where it rules segments out (ops/prefill_plan.py).
-    ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are never checked again.
+    ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are not checked again.
 
     Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or Unsupported. Not differentiable. Formula:
     arXiv 2510.26692.
@@ -113,12 +122,14 @@ def chunk_kda(
     longest, chunk_offsets, chunk_rows = -1, None, None
     if cu_seqlens is None:
         if tables is not None or cu_seqlens_cpu is not None:
-            refuse("tables" if tables is not None else "cu_seqlens_cpu", "a value without cu_seqlens", "None, or cu_seqlens beside it")
+            refuse("tables" if tables is not None else "cu_seqlens_cpu", "a value without cu_seqlens",
+                   "None, or cu_seqlens beside it")
     else:
         if tables is None:
             bound = q.shape[0] * q.shape[1] if cu_seqlens_cpu is None else None
             if runs_kernels(q):
-                tables = step_tables(cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size, tokens=bound, rows=True, checked=checked)
+                tables = step_tables(cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size, tokens=bound, rows=True,
+                                     checked=checked)
         if tables is not None:
             if tables.chunk_rows is None:
                 refuse("tables", "StepTables without chunk_rows", "step_tables(..., rows=True)")
@@ -132,8 +143,8 @@ def chunk_kda(
     arguments = (
         q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
         has_initial_state, checkpoint_offsets, checkpoint_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound,
-        pad_slot, chunk_size, longest, max_workspace, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, batch_invariant, checked,
+        pad_slot, chunk_size, longest, max_workspace, use_gate_in_kernel, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, batch_invariant, checked,
     )
     if torch.compiler.is_compiling():
         _OP(*arguments)
@@ -155,8 +166,8 @@ def _run(
     key = (
         _layout(q), _layout(k), _layout(v), _layout(g), _layout(beta), _layout(out), _layout(initial_state),
         _layout(final_state), _layout(state_pool), _layout(read_slots), _layout(write_slots), _layout(has_initial),
-        _layout(ckpt_offsets), _layout(ckpt_slots), _layout(cu_seqlens), _layout(A_log), _layout(dt_bias), lower_bound, chunk,
-        raw_gate, v_first, batch_invariant,
+        _layout(ckpt_offsets), _layout(ckpt_slots), _layout(cu_seqlens), _layout(A_log), _layout(dt_bias), lower_bound,
+        chunk, raw_gate, v_first, batch_invariant,
     )
     kernels = _MEMO.get(key)
     B, T, H, K = q.shape
@@ -200,7 +211,7 @@ def _check(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
     ckpt_offsets, ckpt_slots, cu_seqlens, lower_bound, pad_slot, chunk, raw_gate, v_first, N,
 ) -> None:
-    B, T, H, K, HV, V = check_qkv(q, k, v, g, beta)
+    B, T, _, K, HV, V = check_qkv(q, k, v, g, beta)
     if chunk not in CHUNKS:
         refuse("chunk_size", chunk, f"one of {', '.join(map(str, CHUNKS))}")
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("out", out)):
@@ -218,7 +229,8 @@ def _check(
     else:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if value is not None:
-                refuse(name, "a value", "None where g is the log decay itself", "Pass use_gate_in_kernel=True for a raw gate.")
+                refuse(name, "a value", "None where g is the log decay itself",
+                       "Pass use_gate_in_kernel=True for a raw gate.")
     check_shape("out", out, B, T, HV, V)
     check_dtype("out", out, q.dtype)
     check_device("out", out, q.device)
@@ -249,7 +261,8 @@ def _check(
         refuse("checkpoint_offsets", "one of the two", "checkpoint_offsets and checkpoint_slots, or neither")
     if ckpt_offsets is not None:
         if ckpt_offsets.dim() not in (1, 2) or ckpt_offsets.shape[0] != N or ckpt_offsets.shape != ckpt_slots.shape:
-            refuse("checkpoint_offsets", f"shape {list(ckpt_offsets.shape)} beside checkpoint_slots {list(ckpt_slots.shape)}",
+            refuse("checkpoint_offsets", 
+                   f"shape {list(ckpt_offsets.shape)} beside checkpoint_slots {list(ckpt_slots.shape)}",
                    f"shape [{N}] or [{N}, P], both the same")
         for name, tensor in (("checkpoint_offsets", ckpt_offsets), ("checkpoint_slots", ckpt_slots)):
             check_dtype(name, tensor, *INTEGERS)
@@ -262,7 +275,8 @@ def _check(
 
 def _run_oracle(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
-    ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm, sigmoid_beta, neg_eigval, v_first,
+    ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm, sigmoid_beta, neg_eigval,
+    v_first,
 ) -> None:
     """The CPU path: the chunk form of the oracle in fp32, with the slots read and written around it."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -311,7 +325,7 @@ _OP = register(
     "chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor(a!) out, "
     "Tensor? initial_state, Tensor(b!)? final_state, Tensor(c!)? state_pool, Tensor? read_slots, Tensor? write_slots, "
     "Tensor? has_initial_state, Tensor? checkpoint_offsets, Tensor? checkpoint_slots, Tensor? cu_seqlens, "
-    "Tensor? chunk_offsets, Tensor? chunk_rows, float? scale, float? lower_bound, int pad_slot, int chunk_size, SymInt longest, "
-    "int? max_workspace, bool raw_gate, bool l2norm, bool sigmoid_beta, bool neg_eigval, bool v_first, bool batch_invariant, "
-    "bool checked) -> ()",
+    "Tensor? chunk_offsets, Tensor? chunk_rows, float? scale, float? lower_bound, int pad_slot, int chunk_size, "
+    "SymInt longest, int? max_workspace, bool raw_gate, bool l2norm, bool sigmoid_beta, bool neg_eigval, bool v_first, "
+    "bool batch_invariant, bool checked) -> ()",
     _run, _fake)

@@ -168,6 +168,8 @@ def segments_of(call: Call) -> int:
 
 def run(call: Call) -> None:
     """Launch the whole forward on the current stream; the caller has made the tensors' device the current one."""
+    if call.N * call.HV == 0:
+        return
     segments = segments_of(call)
     if segments > 1:
         run_segments(call, segments)

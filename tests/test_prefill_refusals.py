@@ -1,0 +1,125 @@
+"""What chunk_kda refuses, and what its families and constants promise."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from inputs import cu_seqlens, kda, relative
+from kdagen import devices, families
+from kdagen import reference as R
+from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.families.prefill_prepare import LOG2_TERMS
+from kdagen.ops.prefill import chunk_kda
+from kdagen.spec import Schedule, Spec
+
+
+@pytest.fixture
+def call(rng):
+    tensors, options = kda(rng, "bounded", T=20, H=2, HV=4, K=16, V=32)
+
+    def run(**changes):
+        kept = {**tensors, **options} | changes
+        return chunk_kda(**{name: value for name, value in kept.items() if value is not ...}, chunk_size=16)
+
+    run.tensors = tensors
+    return run
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), [
+    (lambda t: {"g": t["g"][..., 0]}, ArgumentError, ["g", "[1, 20, 4]", "[1, 20, 4, 16]"]),
+    (lambda t: {"beta": t["beta"][..., None]}, ArgumentError, ["beta", "[1, 20, 4, 1]", "[1, 20, 4]"]),
+    (lambda t: {"v": t["v"][:, :, :3]}, ArgumentError, ["v", "3 value heads", "multiple of the 2"]),
+    (lambda t: {"k": t["k"].half()}, ArgumentTypeError, ["k", "float16", "float32"]),
+    (lambda t: {"q": t["q"].transpose(-1, -2).contiguous().transpose(-1, -2)}, ArgumentError, ["q", "stride 1"]),
+    (lambda t: {"lower_bound": -6.0}, ArgumentError, ["lower_bound", "-6.0", "[-5.0, 0)"]),
+    (lambda t: {"lower_bound": 1.0}, ArgumentError, ["lower_bound", "negative"]),
+    (lambda t: {"lower_bound": None, "A_log": None}, ArgumentError, ["A_log", "softplus"]),
+    (lambda t: {"use_gate_in_kernel": False}, ArgumentError, ["A_log", "use_gate_in_kernel=True"]),
+    (lambda t: {"initial_state": t["initial_state"].transpose(-1, -2)}, ArgumentError, ["initial_state", "[1, 4, 32, 16]"]),
+    (lambda t: {"cu_seqlens": torch.tensor([0, 10, 5, 20], dtype=torch.int32)}, ArgumentError, ["cu_seqlens", "decrease"]),
+    (lambda t: {"cu_seqlens": torch.tensor([0, 19], dtype=torch.int32)}, ArgumentError, ["cu_seqlens", "20"]),
+    (lambda t: {"cu_seqlens": torch.tensor([0.0, 20.0])}, ArgumentTypeError, ["cu_seqlens", "float32", "int32"]),
+    (lambda t: {"read_slots": torch.zeros(1, dtype=torch.int32), "initial_state": ...}, ArgumentError,
+     ["state_pool", "read_slots"]),
+    (lambda t: {"state_pool": torch.zeros(4, 4, 32, 16)}, ArgumentError, ["state_pool", "slots"]),
+    (lambda t: {"out": torch.zeros(1, 20, 4, 31)}, ArgumentError, ["out", "[1, 20, 4, 32]"]),
+    (lambda t: {"checkpoint_offsets": torch.zeros(1, dtype=torch.int32)}, ArgumentError,
+     ["checkpoint_offsets", "checkpoint_slots"]),
+    (lambda t: {"cu_seqlens_cpu": torch.tensor([0, 20])}, ArgumentError, ["cu_seqlens_cpu", "cu_seqlens"]),
+])
+def test_refusals_name_argument_and_expectation(call, changes, kind, words):
+    with pytest.raises(kind) as error:
+        call(**changes(call.tensors))
+    assert str(error.value).startswith(words[0]) and all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_batch_stride_that_is_not_a_whole_number_of_rows_is_refused(rng):
+    tensors, options = kda(rng, "bounded", B=2, T=20, H=1, K=16)
+    tensors["q"] = torch.cat([tensors["q"], tensors["q"]], 1)[:, :20]
+    with pytest.raises(ArgumentError, match="q: got strides"):
+        chunk_kda(**tensors, **options, chunk_size=16)
+
+
+def test_chunk_size_and_unknown_keywords(call):
+    with pytest.raises(ArgumentError, match="chunk_size"):
+        chunk_kda(**{x: t for x, t in call.tensors.items()}, chunk_size=48)
+    with pytest.raises(TypeError, match="safe_gate"):
+        call(safe_gate=True)
+    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in inspect.signature(chunk_kda).parameters.values())
+
+
+def test_bf16_is_refused_by_the_interpreter_and_right_on_the_cpu_path(rng, cpu_path, monkeypatch):
+    tensors, options = kda(rng, "bounded", T=40, H=1, K=16, dtype=torch.bfloat16)
+    edges = cu_seqlens([15, 25])
+    tensors["initial_state"] = torch.cat([tensors["initial_state"]] * 2)
+    found = chunk_kda(**tensors, **options, cu_seqlens=edges, output_final_state=True, chunk_size=16)
+    wanted = R.recurrent_kda(**tensors, **options, cu_seqlens=edges, output_final_state=True)
+    assert relative(found[0], wanted[0]) < 4e-3 and relative(found[1], wanted[1]) < 1e-5  # o is rounded to bf16: 2^-9
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ArgumentTypeError, match="bfloat16"):
+        chunk_kda(**tensors, **options, cu_seqlens=edges, chunk_size=16)
+
+
+def test_compiled_in_one_graph(rng, cpu_path):
+    tensors, options = kda(rng, "bounded", T=20, H=1, K=16)
+    compiled = torch.compile(lambda t: chunk_kda(**t, **options, output_final_state=True, chunk_size=16), fullgraph=True,
+                             backend="aot_eager")
+    for found, wanted in zip(compiled(tensors), chunk_kda(**tensors, **options, output_final_state=True, chunk_size=16)):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("degree", "error"), [(5, 1e-5), (8, 1e-7)])
+def test_the_polynomial_of_the_softplus_gate(degree, error):
+    t = torch.linspace(0, 1, 10001, dtype=torch.float64)[1:]
+    found = sum(c * t ** (i + 1) for i, c in enumerate(LOG2_TERMS[degree]))
+    assert float((found / torch.log1p(t) * math.log(2) - 1).abs().max()) < error
+
+
+@pytest.mark.parametrize("name", ["prefill_prepare", "prefill_state", "prefill_segments"])
+def test_defaults_are_supported_everywhere(name):
+    """For every dtype, chunk size, head dim and device: the default fits, or the reason is about memory."""
+    family = families.get(name)
+    for dtype in ("bf16", "fp16", "fp32"):
+        for chunk in (16, 32, 64, 128):
+            for k, v in ((16, 16), (64, 128), (128, 128), (100, 60), (256, 256), (256, 64), (1, 8)):
+                spec = Spec.make(name, chunk=chunk, k=k, v=v, dtype=dtype)
+                assert family.supports(spec, family.default(spec), None) is None
+                for arch in devices.ARCHS:
+                    schedule = family.default(spec, devices.named(arch))
+                    reason = family.supports(spec, schedule, devices.named(arch))
+                    assert reason is None or "bytes" in reason, (spec.name, arch, reason)
+
+
+def test_limits_say_why():
+    prepare, state = families.get("prefill_prepare"), families.get("prefill_state")
+    spec = Spec.make("prefill_prepare", chunk=64, k=128, v=128, dtype="bf16")
+    for chunk, k, number in ((48, 128, "48"), (64, 300, "300")):
+        odd = Spec.make("prefill_prepare", chunk=chunk, k=k, v=128, dtype="bf16")
+        assert number in prepare.supports(odd, Schedule.make(bk=64), None)
+    assert "bk 48" in prepare.supports(spec, Schedule.make(bk=48), None)
+    wide = Spec.make("prefill_state", chunk=64, k=128, v=128, dtype="bf16")
+    assert "stages" in state.supports(wide, Schedule.make(bv=64, stages=4), devices.named("a100"))
