@@ -88,10 +88,11 @@ def test_an_interrupted_sweep_goes_on(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     after = (tmp_path / "journal.jsonl").read_text()
     assert after.startswith(noted)
-    points = {event["point"] for event in map(json.loads, after.splitlines()) if event["stage"] == "timed"}
+    new = [json.loads(line) for line in after[len(noted):].splitlines()]
+    points = {event["point"] for event in before + new if event["stage"] == "timed"}
     assert len(points) == 4 > len({event["point"] for event in before if event["stage"] == "timed"})
-    again = {(event["stage"], event["point"], event["candidate"]) for event in map(json.loads, after[len(noted):].splitlines())}
-    assert not again & {(event["stage"], event["point"], event["candidate"]) for event in before}, "measured twice"
+    done_by = lambda events: {(event["stage"], event["point"], event["candidate"]) for event in events}
+    assert not done_by(new) & done_by(before), "measured twice"
     assert time.monotonic() - began < 100
     for row in table.read(tmp_path / "rows.jsonl"):
         assert row.repeat == 20 and row.env["sms"] == devices.machine().sms and not table.is_stale(row)
