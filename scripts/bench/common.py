@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 
 import torch
+
 from kdagen.tuning.timing import (  # noqa: F401  (the sections take them from here)
     Timing,
     interleaved,
