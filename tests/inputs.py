@@ -106,3 +106,15 @@ def sliced(rng: torch.Generator, x: torch.Tensor, extra: int = 8) -> torch.Tenso
     wide = torch.full((B, T, width + 2 * extra), float("nan"), dtype=x.dtype, device=x.device)
     wide[..., extra : extra + width] = x.reshape(B, T, width)
     return wide[..., extra : extra + width].unflatten(-1, x.shape[2:])
+
+
+def host_us(call, attempts: int = 4) -> float:
+    """Host time of a call on a device, in microseconds of an ordinary H200 host, where torch.empty takes 2.3.
+
+    A slow or busy host slows both alike; the best of some attempts, each beside its own torch.empty.
+    """
+    from kdagen.tuning.timing import time_host
+
+    empty = lambda: torch.empty(64, device="cuda")
+    pairs = [(time_host(call, budget_ms=15).p20, time_host(empty, budget_ms=15).p20) for _ in range(attempts)]
+    return min(mine / max(1.0, its / 2.3) for mine, its in pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inputs import cu_seqlens, gate_parameter, ragged, relative, sliced
+from inputs import cu_seqlens, gate_parameter, host_us, ragged, relative, sliced
 from kdagen import reference as R
 from kdagen.ops.gate import kda_gate
 
@@ -95,13 +95,9 @@ def test_replays_on_another_stream_without_a_synchronization(rng):
 
 
 def test_host_time(rng):
-    """20 us where torch.empty takes 2.3 us (an ordinary H200 host), and in that proportion on a slower one."""
-    from kdagen.tuning.timing import time_host
-
     g, A_log, bias = tensors(rng, 1, 64, 32, 128)
     beta = torch.randn(1, 64, 32, generator=rng).bfloat16().cuda()
-    allowed = 20 * max(1.0, time_host(lambda: torch.empty(64, device="cuda")).us / 2.3)
-    assert time_host(lambda: kda_gate(g, A_log, bias, beta=beta)).p20 < allowed
+    assert host_us(lambda: kda_gate(g, A_log, bias, beta=beta)) < 20
 
 
 def test_compiles_into_one_graph(rng):
