@@ -1,4 +1,4 @@
-"""The oracles against the formulas of spec/kda.md, written once more here, against each other and against torch."""
+"""The oracles against the formulas of docs/kda.md, written once more here, against each other and against torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle of the chunk form, stage by stage, with the factored exponents that never overflow (spec/kda.md)."""
+"""Oracle of the chunk form, stage by stage, with the factored exponents that never overflow (docs/kda.md)."""
 
 from __future__ import annotations
 

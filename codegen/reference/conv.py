@@ -1,4 +1,4 @@
-"""Oracle of the depthwise causal convolution, for prefill and for (speculative) decode (spec/kda.md, "The layer")."""
+"""Oracle of the depthwise causal convolution, for prefill and for (speculative) decode (docs/kda.md, "The layer")."""
 
 from __future__ import annotations
 

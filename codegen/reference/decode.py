@@ -1,4 +1,4 @@
-"""Oracle of the fused decode step: conv update + SiLU, L2 norm, gate, recurrence, gated RMSNorm (spec/kda.md)."""
+"""Oracle of the fused decode step: conv update + SiLU, L2 norm, gate, recurrence, gated RMSNorm (docs/kda.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle of the gate: raw gate -> log decay, beta, the chunk-local cumulative decay, and the gradients (spec/kda.md)."""
+"""Oracle of the gate: raw gate -> log decay, beta, the chunk-local cumulative decay, and the gradients (docs/kda.md)."""
 
 from __future__ import annotations
 

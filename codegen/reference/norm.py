@@ -1,4 +1,4 @@
-"""Oracle of the gated RMSNorm behind the recurrence (spec/kda.md, "The layer")."""
+"""Oracle of the gated RMSNorm behind the recurrence (docs/kda.md, "The layer")."""
 
 from __future__ import annotations
 

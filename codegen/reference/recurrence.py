@@ -1,4 +1,4 @@
-"""Oracle of Kimi Delta Attention: the recurrence itself, token by token (spec/kda.md, "Recurrence")."""
+"""Oracle of Kimi Delta Attention: the recurrence itself, token by token (docs/kda.md, "Recurrence")."""
 
 from __future__ import annotations
 

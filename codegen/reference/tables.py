@@ -1,4 +1,4 @@
-"""Oracle of the step tables: chunk table, conv schedule, staged decode metadata (spec/metadata.md 0, 1, 4)."""
+"""Oracle of the step tables: chunk table, conv schedule, staged decode metadata (docs/metadata.md)."""
 
 from __future__ import annotations
 
