@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from inputs import cu_seqlens, ragged, relative
-from kdagen import dispatch
+from kdagen import devices, dispatch, families
 from kdagen.errors import KdagenError
 from kdagen.ops.conv import causal_conv1d, causal_conv1d_update
 from kdagen.ops.metadata import build_conv1d_chunk_schedule
 from kdagen.reference import conv as oracle
+from kdagen.spec import Problem, Schedule, Spec, Variant, parse
 
 # The oracle is fp64. fp32: four products and a division, each rounded to 6e-8. fp16 and bf16: their last rounding alone is
 # 2e-4 and 1.7e-3 of the norm.
@@ -55,11 +56,12 @@ def expected(x, w, bias, act, edges, pool, slots, known, pad_slot=-1):
 @pytest.mark.parametrize("driver", ["search", "schedule", "bounded"])
 def test_prompts_on_a_pool(rng, width, dtype, driver):
     """Lengths around the width and the block, empty sequences, strided x, padding in the middle, fresh and known lines."""
-    lengths = [5, 0, 1, 37, 2, 3, 17, 8, 0]
+    lengths = [5, 0, 1, 37, 2, 3, 67, 8, 0, 35]
     edges = cu_seqlens(lengths, torch.int64 if driver == "search" else torch.int32)
-    total, slots = sum(lengths), torch.randperm(14, generator=rng)[:9].int()
-    slots[[3, 6]] = torch.tensor([-1, 99], dtype=torch.int32)
-    known = torch.rand(9, generator=rng) < 0.6
+    total, slots = sum(lengths), torch.randperm(14, generator=rng)[:10].int()
+    slots[[4, 9]] = torch.tensor([-1, 99], dtype=torch.int32)
+    known = torch.rand(10, generator=rng) < 0.6
+    known[3], known[6] = True, False
     wide = torch.full((1, total + 2, D + 9), float("nan"), dtype=dtype)  # a load past an edge would show
     x = wide[:, 1:-1, 4:-5].copy_(normal(rng, 1, total, D))
     w, bias, pool = normal(rng, D, width), normal(rng, D, dtype=dtype), normal(rng, 14, width + 1, D, dtype=dtype)
@@ -80,18 +82,18 @@ def test_prompts_on_a_pool(rng, width, dtype, driver):
     assert got is out and relative(out, y) < TOLERANCE[dtype]
     assert torch.equal(pool[~after.isnan()].double(), after[~after.isnan()])  # kept inputs are copies, exactly
     assert torch.equal(pool.isnan(), after.isnan())
-    assert not out[0, edges[3]:edges[4]].any() and not out[0, edges[6]:edges[7]].any()
+    assert not out[0, edges[4]:edges[5]].any() and not out[0, edges[9]:].any()
 
 
 def test_reserved_slot_is_padding(rng):
-    edges, slots = cu_seqlens([9, 4, 6]), torch.tensor([2, 0, 1])
-    x, w, pool = normal(rng, 25 - 6, D), normal(rng, D, 4), normal(rng, 3, 3, D)
+    edges, slots = cu_seqlens([9, 4, 6, 2]), torch.tensor([2, 0, 1, -1])
+    x, w, pool = normal(rng, 21, D), normal(rng, D, 4), normal(rng, 3, 3, D)
     before = pool.clone()
     y, after = expected(x[None], w, None, None, edges, pool, slots, None, pad_slot=0)
     out = causal_conv1d(x, w, activation=None, cu_seqlens=edges, conv_states=pool, cache_indices=slots, pad_slot=0,
                         has_initial_state=True, out=poison(x))
     assert relative(out, y[0]) < TOLERANCE[torch.float32] and torch.equal(pool.double(), after)
-    assert torch.equal(pool[0], before[0]) and not out[9:13].any()
+    assert torch.equal(pool[0], before[0]) and not out[9:13].any() and not out[19:].any()
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -391,3 +393,33 @@ def test_bf16_is_refused_by_the_interpreter_only(rng, monkeypatch):
         causal_conv1d(x, w)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert relative(causal_conv1d(x, w), oracle.causal_conv1d(x, w)[0]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("family, blocks, warps, dtype, words", [
+    ("conv_prefill", dict(bd=128, bt=2, rows=4), 1, "bf16", "less than the width - 1"),
+    ("conv_prefill", dict(bd=96, bt=32, rows=4), 1, "bf16", "not a power of two"),
+    ("conv_prefill", dict(bd=128, bt=32), 1, "bf16", "are not"),
+    ("conv_update", dict(bd=128, rows=0), 1, "bf16", "between 1 and 64"),
+    ("conv_update", dict(bd=128, rows=1), 8, "bf16", "more lanes than bd"),
+    ("conv_update", dict(bd=4096, rows=1), 32, "bf16", "more than 1024 threads"),
+    ("conv_update", dict(bd=128, rows=1), 1, "i32", "is not one of bf16"),
+])
+def test_limits_of_the_families(family, blocks, warps, dtype, words):
+    spec = Spec.make(family, dtype=dtype)
+    schedule = Schedule.make(warps=warps, **blocks)
+    assert words in families.get(family).supports(spec, schedule, devices.named("mi300x"))
+
+
+@pytest.mark.parametrize("family", ["conv_prefill", "conv_update"])
+def test_defaults_are_supported_and_known(family):
+    """Whatever default() answers for any width, size and device is within the limits and among default_schedules()."""
+    one = families.get(family)
+    for width in (2, 3, 4):
+        spec = Spec.make(family, dtype="bf16", width=width)
+        known = {schedule.source_key for schedule in one.default_schedules(spec)}
+        for target in map(devices.named, ("a100", "h200", "b200", "mi300x", "mi355x")):
+            for problem in (Problem(1, 1, 1536), Problem(64, 64, 12288), Problem(256, 64, 12288), Problem(8192, 1, 12288)):
+                schedule = one.default(spec, target, problem)
+                assert one.supports(spec, schedule, target) is None and schedule.source_key in known
+                name = Variant(spec, schedule.source_key).name
+                assert parse(name) == Variant(spec, schedule.source_key)
