@@ -2,7 +2,7 @@
 
 Spec: ``chunk`` is the chunk table's chunk size, or 0 for no chunk table; ``dtype`` that of the boundaries (and of the
 chunk table); ``schedules`` the number of conv schedules, whose block sizes are run-time arguments.
-Schedule: ``br`` rows of a table in a program, ``bn`` sequences taken at a time.
+Schedule: ``br`` rows of a table in a program, ``bn`` sequences in a group, ``bg`` groups passed over at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StepTables(Family):
     name = "step_tables"
     title = "chunk table and conv schedules of a step, one launch"
     flags = {"schedules": Flag("schedules", tuple(range(MAX_SCHEDULES + 1)), prefix="s")}
-    space = {"bn": (64, 128, 256), "br": (64, 128, 256)}
+    space = {"bn": (64, 128, 256), "bg": (2, 4, 8, 16), "br": (64, 128, 256)}
     warps = (1, 2, 4, 8)
     chunked = True
 
@@ -43,14 +43,14 @@ class StepTables(Family):
             return "neither a chunk table nor a conv schedule is asked for"
         block = schedule.block
         if set(block) != set(self.space):
-            return f"blocks {schedule.name or 'none'} are not bn and br"
-        if any(size != next_power_of_2(size) or size < 64 for size in block.values()):
-            return f"blocks {schedule.name} are not powers of two from 64"
+            return f"blocks {schedule.name or 'none'} are not bn, bg and br"
+        if any(size != next_power_of_2(size) or size < (2 if name == "bg" else 64) for name, size in block.items()):
+            return f"blocks {schedule.name} are not powers of two, bn and br from 64, bg from 2"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         """One schedule for all sizes: a step must never meet a kernel that was not compiled before it."""
-        return Schedule.make(bn=128, br=128, warps=4, stages=1)
+        return Schedule.make(bn=256, bg=4, br=128, warps=4, stages=1)
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         """One load bucket, for the same reason."""
