@@ -28,7 +28,9 @@ class DecodeStep(Family):
     stages = (1,)
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
-        return layout_context(spec) | {"W": spec.width, "NV": -(-spec.v // schedule.block["bv"])}
+        weighted_sum = " + ".join(f"b_x{w}.to(tl.float32) * b_w{w}.to(tl.float32)" for w in range(spec.width))
+        return layout_context(spec) | {
+            "W": spec.width, "NV": -(-spec.v // schedule.block["bv"]), "weighted_sum": weighted_sum}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         bv = schedule.block.get("bv", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kdagen import devices, dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
+from kdagen.ops._again import Again, addresses, again, misaligned
 from kdagen.ops._common import DTYPE_NAMES, check_dtype, check_interpretable, on_device, register, runs_kernels
 from kdagen.ops._decode_checks import (
     check_boundaries,
@@ -28,12 +30,16 @@ MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any e
 _MEMO = dispatch.memo("fused_recurrent_kda")
 
 
+CONSTANTS = (None,) * 8  # the kernel's constexpr arguments: the compiled kernel does not look at them
+
+
 class Plan(NamedTuple):
     """What is known of all calls with the same shapes, strides, dtypes and flags: the arguments passed the checks."""
 
-    launch: object  # the chosen module's launch
-    options: dict   # its keyword arguments
+    launch: object          # the chosen module's launch
+    options: dict           # its keyword arguments
     scale: float
+    repeat: Again | None    # the same launch with other addresses
 
 
 def fused_recurrent_kda(
@@ -129,10 +135,12 @@ def _run(
     key = (
         layout(q), layout(k), layout(v), layout(g), layout(beta), layout(out), layout(initial_state),
         layout(final_state), layout(state_indices), layout(cu_seqlens), layout(A_log), layout(dt_bias),
-        layout(num_accepted), layout(has_initial), scale, lower_bound, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,
+        layout(num_accepted), layout(has_initial), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval,
+        v_first,
     )
     plan = _MEMO.get(key)
-    if plan is None or not q.is_cuda:
+    known = plan is not None and q.is_cuda
+    if not known:
         arguments = (
             q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
             has_initial, scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,
@@ -141,15 +149,17 @@ def _run(
             _check(*arguments)
         if not runs_kernels(q):
             return _cpu(*arguments)
-        if len(_MEMO) >= MEMO_ENTRIES:
-            _MEMO.clear()
-        plan = _MEMO[key] = _plan(*arguments)
-    launch, options, scale = plan
-    if state_indices is not None:
-        initial_state = final_state
+        plan = _plan(*arguments)
+    h0 = final_state if state_indices is not None else initial_state
+    tensors = (q, k, v, g, beta, A_log, dt_bias, out, h0, final_state, cu_seqlens, state_indices, num_accepted, has_initial)
     with on_device(q):
-        launch(q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
-               has_initial, scale, lower_bound, pad_slot=pad_slot, **options)
+        if known and plan.repeat is not None:
+            pointers = addresses(*tensors)
+            if not misaligned(pointers) and plan.repeat.launch(pointers):
+                return
+        compiled = plan.launch(*tensors, plan.scale, lower_bound, pad_slot=pad_slot, **plan.options)
+    if not known:
+        _remember(key, plan, compiled, tensors, lower_bound, pad_slot)
 
 
 def _plan(
@@ -164,13 +174,21 @@ def _plan(
     seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     target = devices.of_index(q.get_device()) if q.is_cuda else devices.named("h200")
     choice = dispatch.pick(spec, Problem(q.shape[0] * q.shape[1], seqs, HV), target)
-    h0 = final_state if state_indices is not None else initial_state
-    options = dict(
-        raw_gate=raw_gate, l2norm=l2norm, beta_sigmoid=beta_sigmoid, beta_scale=2.0 if neg_eigval else 1.0,
-        layout=choice.module.strides(q, k, v, g, beta, out, h0, final_state, state_indices),
-        num_warps=choice.schedule.warps, num_stages=choice.schedule.stages,
-    )
-    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale))
+    options = dict(raw_gate=raw_gate, l2norm=l2norm, beta_sigmoid=beta_sigmoid, beta_scale=2.0 if neg_eigval else 1.0,
+                   num_warps=choice.schedule.warps, num_stages=choice.schedule.stages)
+    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale), None)
+
+
+def _remember(key: tuple, plan: Plan, compiled, tensors: tuple, lower_bound: float | None, pad_slot: int) -> None:
+    """Keep the plan, and with it, where Triton allows, how to repeat the launch that has just been made."""
+    if len(_MEMO) >= MEMO_ENTRIES:
+        _MEMO.clear()
+    q, k, v, g, beta, _, _, out, h0, ht, cu_seqlens, state_indices, _, _ = tensors
+    module = sys.modules[plan.launch.__module__]
+    rest = module.scalars(q, k, v, g, beta, out, h0, ht, state_indices, plan.scale, lower_bound, pad_slot) + CONSTANTS
+    seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    repeat = again(compiled, q.get_device(), module.programs(seqs, v.shape[2]), addresses(*tensors), rest)
+    _MEMO[key] = plan._replace(repeat=repeat)
 
 
 def _check(
