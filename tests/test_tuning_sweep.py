@@ -45,6 +45,8 @@ class Stub:
         self.jobs.append((job["do"], problem, tuple(schedules)))
         if self.on_job:
             self.on_job(self)
+        if self.stopped:
+            return Failed("crash", "the worker process died with exit code -9")
         if job["do"] == "plan":
             return [{"launches": [{"variant": wire[0], "kernel": "toy_kernel", "specialization": f"w{s.warps} s{s.stages}"}]}
                     for wire, s in zip(wires, schedules)]
@@ -194,6 +196,7 @@ def test_an_interrupted_sweep_resumes_to_the_same_rows(tmp_path, after):
     sweep_of(tmp_path, [first]).run()
     assert first.interrupted and first.stopped
     known = (tmp_path / "journal.jsonl").read_text()
+    assert "exit code -9" not in known, "a process that the sweep itself stopped is no candidate's failure"
     second = Stub(plain)
     assert sweep_of(tmp_path, [second], resume=True).run() == whole
     assert (tmp_path / "journal.jsonl").read_text().startswith(known), "the journal is kept"

@@ -134,12 +134,17 @@ class Sweep:
         return self.stopped.is_set() or time.monotonic() > self.deadline
 
     def call(self, runner: Runner, job: dict, timeout_s: float = JOB_TIMEOUT_S) -> dict | list | Failed:
-        """One job at a time a runner: the preparing thread and the measuring thread take turns."""
+        """One job at a time a runner: the preparing thread and the measuring thread take turns.
+
+        What fails because the sweep ends is ``stopped``, and no candidate's fault.
+        """
+        stopped = Failed("stopped", "the sweep ended")
         with self.turn[id(runner)]:
             if self.stopped.is_set():
-                return Failed("stopped", "the sweep was stopped")
+                return stopped
             left = self.deadline - time.monotonic()
-            return runner.call(job, min(timeout_s, max(5.0, left + 5.0)))
+            result = runner.call(job, min(timeout_s, max(5.0, left + 5.0)))
+        return stopped if isinstance(result, Failed) and self.over else result
 
     def _environment(self) -> dict:
         env = self.call(self.runners[0], {"do": "environment"}, 120.0)
@@ -237,15 +242,16 @@ class Sweep:
             known = self.note("verified", point, candidate, **_values(result))
         return None if known.get("failed") else known
 
-    def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner) -> str:
+    def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner) -> str | None:
         known = {c: self.known("timed", point, c) for c in finalists}
         if not all(known.values()):
             self.reporter.step(point.name, f"timing {len(finalists)}")
             result = self.call(runner, self.job("time", point, candidates=[wire(c) for c in finalists],
                                                   budget_ms=self.settings.final_ms))
             if isinstance(result, Failed):
-                if result.kind != "stopped":
-                    self.note("timed", point, finalists[0], failed=result.why)
+                if result.kind == "stopped":
+                    return None
+                self.note("timed", point, finalists[0], failed=result.why)
                 return f"final timing failed: {result.why}"
             known = {c: self.note("timed", point, c, **times) for c, times in zip(finalists, result["times"])}
         timed = []
