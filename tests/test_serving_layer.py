@@ -21,7 +21,10 @@ from kdagen.serving import (
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 
-@pytest.mark.parametrize("config", [BOUNDED, SOFTPLUS], ids=["bounded, full gate", "softplus, low-rank gate"])
+PAIRED = KDAConfig(24, 2, 16, gate_rank=64, output_gate_rank=64)  # both low-rank gates in one product, as Kimi-Linear
+
+
+@pytest.mark.parametrize("config", [BOUNDED, SOFTPLUS, PAIRED], ids=["full gate", "low-rank gate", "paired low-rank gates"])
 def test_prompts_in_chunks_then_decodes(config):
     d = Driver([40, 21, 1, 9], config=config)
     d.step(Row(0, 17), Row(1, 16))
@@ -30,7 +33,7 @@ def test_prompts_in_chunks_then_decodes(config):
     d.step(Row(0, 1), Row(1, 1), Row(3, 1))
     d.step(Row(3, 1), Row(0, 1), Row(1, 1))
     d.check()
-    assert d.computed == [35, 21, 1, 6]
+    assert d.computed == [35, 21, 1, 6] and d.layer.paired == (config is PAIRED)
 
 
 def test_decodes_beside_prefills():

@@ -163,39 +163,20 @@ def pack(device: torch.device, *, longs: Sequence[np.ndarray] = (), ints: Sequen
 
     Each begins on a 16-byte boundary: kernels are compiled for aligned pointers and for others, and ours stay aligned.
     """
-    long_cuts, long_words = _cuts(longs, 2)
-    int_cuts, int_words = _cuts(ints, 4)
-    bool_cuts, bool_bytes = _cuts(bools, 16)
-    words = long_words + int_words // 2
+    cuts, total, place = [], 0, []  # [bytes, padding, bytes, padding, ...]
+    for kind, width, arrays in ((torch.int64, 8, longs), (torch.int32, 4, ints), (torch.bool, 1, bools)):
+        for array in arrays:
+            size = width * len(array)
+            place.append((total, total + size, array, kind))
+            cuts += (size, -size % 16)
+            total += size + cuts[-1]
     cuda = device.type == "cuda"
-    host = torch.empty(words + bool_bytes // 8, dtype=torch.int64, pin_memory=cuda)
+    host = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
     raw = host.numpy()
-    _fill(raw, longs, long_cuts)
-    _fill(raw[long_words:words].view(np.int32), ints, int_cuts)
-    _fill(raw[words:].view(np.bool_), bools, bool_cuts)
-    there = host.to(device, non_blocking=True) if cuda else host
-    parts = list(there[:long_words].split_with_sizes(long_cuts)[::2]) if longs else []
-    if ints:
-        parts += there[long_words:words].view(torch.int32).split_with_sizes(int_cuts)[::2]
-    if bools:
-        parts += there[words:].view(torch.bool).split_with_sizes(bool_cuts)[::2]
-    return parts
+    for start, end, array, kind in place:
+        raw[start:end].view(_NUMPY[kind])[:] = array
+    parts = (host.to(device, non_blocking=True) if cuda else host).split_with_sizes(cuts)
+    return [part.view(kind) for part, (_, _, _, kind) in zip(parts[::2], place)]
 
 
-def _cuts(arrays: Sequence[np.ndarray], unit: int) -> tuple[list[int], int]:
-    """([size, padding, size, padding, ...], their sum): each array padded to ``unit`` elements, 16 bytes."""
-    cuts, total = [], 0
-    for array in arrays:
-        size = len(array)
-        padding = -size % unit
-        cuts += (size, padding)
-        total += size + padding
-    return cuts, total
-
-
-def _fill(target: np.ndarray, arrays: Sequence[np.ndarray], cuts: list[int]) -> None:
-    start = 0
-    for number, array in enumerate(arrays):
-        size = cuts[2 * number]
-        target[start:start + size] = array
-        start += size + cuts[2 * number + 1]
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}

@@ -53,6 +53,7 @@ class KDAMetadataBuilder:
         self.keep_decodes = keep_decodes
         self.staging = staging
         self.checked = checked
+        self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)  # 0, 1, 2, ...; grows with the steps
         self._steps = torch.arange(self.columns, device=self.device) if cache_mode == "align" else None
 
     def build(self, batch: Batch, num_accepted_tokens: torch.Tensor | None = None,
@@ -81,7 +82,7 @@ class KDAMetadataBuilder:
         metadata.chunk_size = self.chunk_size
         metadata.dense_decode = classes.dense_decode
         if mask is None:
-            self._plain(metadata, batch, starts, classes)
+            self._plain(metadata, batch, starts, seq_lens, classes)
         else:
             if num_accepted_tokens is None:
                 refuse("num_accepted_tokens", None, "an int32 tensor [R] on the device, because rows are speculative",
@@ -91,7 +92,8 @@ class KDAMetadataBuilder:
             if classes.num_prefills == 0 and classes.num_decodes == 0:
                 self._pure_spec(metadata, batch, starts, mask, num_accepted_tokens, classes)
             else:
-                self._mixed(metadata, batch, starts, mask, num_accepted_tokens)
+                leads = classes.num_prefills > 0 and np.logical_and.reduce(mask[:classes.num_spec_decodes])
+                (self._leading_spec if leads else self._mixed)(metadata, batch, starts, seq_lens, mask, num_accepted_tokens)
         if self.staging is not None:
             self.staging.close_step(metadata)
         if classes.num_prefills and (batch.checkpoints or self.cache_mode == "align"):
@@ -119,40 +121,42 @@ class KDAMetadataBuilder:
 
     # -- the three kinds of batch ----------------------------------------------------------------------------------
 
-    def _plain(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, classes: Classes) -> None:
+    def _plain(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray,
+               classes: Classes) -> None:
         """No speculative rows: decodes first, then prefills."""
-        rows = metadata.num_reqs
-        table = self._state_table(batch)
-        staging = self.staging
+        rows, decodes, table, staging = metadata.num_reqs, classes.num_decodes, self._state_table(batch), self.staging
+        metadata.non_spec_query_start_loc_cpu = starts
         if (staging is not None and classes.num_prefills == 0 and classes.dense_decode
                 and staging.fits(rows, classes.num_decode_tokens)):
             staging.stage_decode(metadata, table, batch.query_start_loc, classes.num_decode_tokens)
-            metadata.non_spec_query_start_loc_cpu = starts
             return
         metadata.non_spec_query_start_loc = batch.query_start_loc
-        metadata.non_spec_query_start_loc_cpu = starts
-        metadata.non_spec_state_indices_tensor = table[:rows, 0]
-        if classes.num_prefills:
-            lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-            metadata.has_initial_state = torch.gt(batch.seq_lens, lens)
-            self._prefill(metadata, peeled=classes.num_decodes)
+        metadata.non_spec_state_indices_tensor = slots = table[:rows, 0]
+        if classes.num_prefills == 0:
+            return
+        has_state = seq_lens > starts[1:] - starts[:-1]
+        if decodes:
+            metadata.has_initial_state, metadata.prefill_has_initial_state = self._suffix(
+                metadata, table, starts, decodes, has_state, has_state[decodes:])
+        else:
+            metadata.has_initial_state, = pack(self.device, bools=(has_state,))
+            metadata.prefill_query_start_loc, metadata.prefill_query_start_loc_cpu = batch.query_start_loc, starts
+            metadata.prefill_state_indices, metadata.prefill_has_initial_state = slots, metadata.has_initial_state
+        self._tables(metadata)
 
     def _pure_spec(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, mask: np.ndarray,
                    accepted: torch.Tensor, classes: Classes) -> None:
         """Only speculative rows have tokens, whatever padding rows lie before, between and after them."""
-        rows, spec_rows = metadata.num_reqs, classes.num_spec_decodes
+        rows, spec_rows, staging = metadata.num_reqs, classes.num_spec_decodes, self.staging
         table, starts_device = self._state_table(batch), batch.query_start_loc
         if not mask[:spec_rows].all():  # padding rows lie before or between: gather, as if they trailed
             lens = (starts[1:] - starts[:-1])[mask]
-            index, starts_device = pack(self.device, ints=(np.flatnonzero(mask), _boundaries(lens)))
+            index, starts_device = pack(self.device, ints=(mask.nonzero()[0], _boundaries(lens)))
             table, accepted = table.index_select(0, index), accepted.index_select(0, index)
-            leading = False
-        else:
-            leading = True
+            staging = None  # its mask's rows would not be the batch's
         metadata.is_uniform_spec_decode = classes.uniform_spec_length == self.columns and spec_rows == rows
         tokens = min(spec_rows * self.columns, metadata.num_actual_tokens)
-        staging = self.staging
-        if leading and staging is not None and staging.fits(rows, metadata.num_spec_decode_tokens):
+        if staging is not None and staging.fits(rows, metadata.num_spec_decode_tokens):
             staging.stage_spec(metadata, table, starts_device, accepted, spec_rows, tokens)
             return
         metadata.spec_query_start_loc = starts_device[:spec_rows + 1]
@@ -162,61 +166,83 @@ class KDAMetadataBuilder:
         metadata.spec_token_indx = torch.arange(tokens, dtype=torch.int32, device=self.device)
         metadata.non_spec_token_indx = metadata.spec_token_indx[:0]
 
-    def _mixed(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, mask: np.ndarray,
+    def _leading_spec(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray,
+                      mask: np.ndarray, accepted: torch.Tensor) -> None:
+        """Speculative rows, then prefills, as schedulers order them: everything is a slice, nothing is gathered."""
+        spec_rows, cut, end = metadata.num_spec_decodes, metadata.num_spec_decode_tokens, int(starts[-1])
+        table, columns = self._state_table(batch), self.columns
+        metadata.spec_leads = True
+        metadata.spec_query_start_loc = batch.query_start_loc[:spec_rows + 1]
+        metadata.spec_state_indices_tensor = table[:spec_rows, :columns]
+        metadata.num_accepted_tokens = accepted[:spec_rows]
+        if len(self._tokens) < end:
+            self._tokens = torch.arange(1 << end.bit_length(), device=self.device)
+        metadata.spec_token_indx = self._tokens[:cut]
+        metadata.non_spec_token_indx = self._tokens[cut:end]
+        has_state = seq_lens[spec_rows:] > starts[spec_rows + 1:] - starts[spec_rows:-1]
+        metadata.has_initial_state, metadata.spec_sequence_masks = self._suffix(
+            metadata, table, starts, spec_rows, has_state, mask)
+        metadata.prefill_has_initial_state = metadata.has_initial_state
+        metadata.non_spec_query_start_loc = metadata.prefill_query_start_loc
+        metadata.non_spec_query_start_loc_cpu = metadata.prefill_query_start_loc_cpu
+        metadata.non_spec_state_indices_tensor = metadata.prefill_state_indices
+        self._tables(metadata)
+
+    def _mixed(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray, mask: np.ndarray,
                accepted: torch.Tensor) -> None:
-        """Speculative rows beside prefills (or, with keep_decodes, beside decodes): tokens are gathered by class."""
+        """Speculative rows among others in any order: rows and tokens are gathered by class."""
         lens = starts[1:] - starts[:-1]
         others = ~mask
         if metadata.num_decodes:
             others &= lens > 0  # so that token i of the decodes belongs to their row i
         spec_rows, other_rows = mask.nonzero()[0], others.nonzero()[0]
         of_token = np.repeat(mask, lens)
-        metadata.spec_leads = bool(mask[:len(spec_rows)].all())
-        other_lens, other_starts = lens[other_rows], _boundaries(lens[other_rows])
+        other_lens = lens[other_rows]
+        other_starts = _boundaries(other_lens)
         (metadata.spec_token_indx, metadata.non_spec_token_indx, spec_index, other_index, metadata.spec_query_start_loc,
-         metadata.non_spec_query_start_loc, device_lens, metadata.spec_sequence_masks) = pack(
+         metadata.non_spec_query_start_loc, metadata.spec_sequence_masks, has_state) = pack(
             self.device, longs=(of_token.nonzero()[0], (~of_token).nonzero()[0]),
-            ints=(spec_rows, other_rows, _boundaries(lens[spec_rows]), other_starts, other_lens), bools=(mask,))
+            ints=(spec_rows, other_rows, _boundaries(lens[spec_rows]), other_starts),
+            bools=(mask, seq_lens[other_rows] > other_lens))
         table = self._state_table(batch)
         metadata.spec_state_indices_tensor = table[:, :self.columns].index_select(0, spec_index)
         metadata.num_accepted_tokens = accepted.index_select(0, spec_index)
         metadata.non_spec_state_indices_tensor = table[:, 0].index_select(0, other_index)
         metadata.non_spec_query_start_loc_cpu = other_starts
         if metadata.num_prefills:
-            metadata.has_initial_state = torch.gt(batch.seq_lens.index_select(0, other_index), device_lens)
-            self._prefill(metadata, peeled=0)
+            metadata.has_initial_state = metadata.prefill_has_initial_state = has_state
+            metadata.prefill_query_start_loc = metadata.non_spec_query_start_loc
+            metadata.prefill_query_start_loc_cpu = other_starts
+            metadata.prefill_state_indices = metadata.non_spec_state_indices_tensor
+            self._tables(metadata)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _prefill(self, metadata: KDAMetadata, peeled: int) -> None:
-        """Prefill-only boundaries, rebased past ``peeled`` leading decodes, and the tables of both kernels' grids."""
-        starts_device, starts = metadata.non_spec_query_start_loc, metadata.non_spec_query_start_loc_cpu
-        slots, has_state = metadata.non_spec_state_indices_tensor, metadata.has_initial_state
-        if peeled:
-            skipped = metadata.num_decode_tokens
-            # Fresh tensors, not views: a view's address is aligned or not by the number of decodes, and kernels are
-            # compiled for either.
-            metadata.prefill_query_start_loc = starts_device[peeled:] - skipped
-            metadata.prefill_query_start_loc_cpu = starts[peeled:] - starts.dtype.type(skipped)
-            metadata.prefill_state_indices = slots[peeled:].clone()
-            metadata.prefill_has_initial_state = has_state[peeled:].clone()
-        else:
-            metadata.prefill_query_start_loc, metadata.prefill_query_start_loc_cpu = starts_device, starts
-            metadata.prefill_state_indices, metadata.prefill_has_initial_state = slots, has_state
-        self._tables(metadata, peeled)
+    def _suffix(self, metadata: KDAMetadata, table: torch.Tensor, starts: np.ndarray, first: int,
+                *flags: np.ndarray) -> list[torch.Tensor]:
+        """Boundaries (rebased to 0) and slots of the rows from ``first`` on; ``flags`` on the device, in the same transfer.
 
-    def _tables(self, metadata: KDAMetadata, peeled: int) -> None:
+        Fresh tensors, not views: a view's address is aligned or not by the number of rows before it, and kernels are
+        compiled for either.
+        """
+        rebased = starts[first:] - starts[first]
+        metadata.prefill_query_start_loc_cpu = rebased
+        metadata.prefill_query_start_loc, *there = pack(self.device, ints=(rebased,), bools=flags)
+        metadata.prefill_state_indices = table[first:first + len(rebased) - 1, 0].clone()
+        return there
+
+    def _tables(self, metadata: KDAMetadata) -> None:
         """The grids of the convolution (all non-speculative rows) and of the chunk kernels (prefilled rows)."""
-        device, host = metadata.prefill_query_start_loc, torch.from_numpy(metadata.prefill_query_start_loc_cpu)
-        blocks = () if peeled else self.conv_blocks
-        tables = step_tables(device, host, chunk_size=self.chunk_size, blocks=blocks, rows=True, checked=False)
-        metadata.chunk_indices, metadata.chunk_offsets = tables.chunk_indices, tables.chunk_offsets
+        boundaries, every_row = metadata.prefill_query_start_loc, metadata.non_spec_query_start_loc
+        peeled = boundaries is not every_row
+        tables = step_tables(boundaries, torch.from_numpy(metadata.prefill_query_start_loc_cpu), rows=True, checked=False,
+                             chunk_size=self.chunk_size, blocks=() if peeled else self.conv_blocks)
         metadata.step_tables = tables
+        metadata.chunk_indices, metadata.chunk_offsets = tables.chunk_indices, tables.chunk_offsets
         schedules = tables.schedules
-        if peeled:  # the convolution also runs over the decodes, which the chunk table leaves out: boundaries of their own
-            all_rows = torch.from_numpy(metadata.non_spec_query_start_loc_cpu)
-            schedules = step_tables(metadata.non_spec_query_start_loc, all_rows, chunk_size=self.chunk_size,
-                                    blocks=self.conv_blocks, checked=False).schedules
+        if peeled:  # the convolution also runs over the decodes, which the chunk table leaves out
+            schedules = step_tables(every_row, torch.from_numpy(metadata.non_spec_query_start_loc_cpu), checked=False,
+                                    chunk_size=self.chunk_size, blocks=self.conv_blocks).schedules
         metadata.nums_dict = schedules
         first = schedules[self.conv_blocks[0]]
         metadata.batch_ptr, metadata.token_chunk_offset_ptr = first["batch_ptr"], first["token_chunk_offset_ptr"]

@@ -48,6 +48,10 @@ class KDALayer(nn.Module):
             if name in FP32 and tensor.dtype != torch.float32:
                 refuse(f"weights[{name!r}]", str(tensor.dtype), "torch.float32", kind=ArgumentTypeError)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        # two low-rank gates of one rank lie side by side in a packed row: one batched product for both
+        self.paired = config.output_gate_rank == config.gate_rank == self.parts["f_a"].start - self.parts["z"].start
+        if self.paired:
+            self.register_buffer("gates_b", torch.stack([self.z_b, self.f_b]).transpose(1, 2), persistent=False)
         self._gate = dict(A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=config.lower_bound,
                           allow_neg_eigval=config.allow_neg_eigval)
         self._raw = dict(use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -70,9 +74,13 @@ class KDALayer(nn.Module):
     def mix(self, packed: torch.Tensor, metadata: KDAMetadata, cache: KDACache) -> torch.Tensor:
         """Everything between the projections: packed [T, config.packed] -> normed output [T, P]."""
         qkv, z, f_a, beta = (packed[:, part] for part in self.parts.values())
-        g = torch.nn.functional.linear(f_a, self.f_b)
-        if self.config.output_gate_rank is not None:
-            z = torch.nn.functional.linear(z, self.z_b)
+        if self.paired:
+            both = packed[:, self.parts["z"].start:self.parts["f_a"].stop].unflatten(1, (2, -1)).transpose(0, 1)
+            z, g = torch.bmm(both, self.gates_b)  # [2, T, rank] x [2, rank, P]
+        else:
+            g = torch.nn.functional.linear(f_a, self.f_b)
+            if self.config.output_gate_rank is not None:
+                z = torch.nn.functional.linear(z, self.z_b)
         m = metadata
         if m.num_prefills == 0 and m.dense_decode and m.num_spec_decodes == 0:
             return self._one_token(qkv, z, g, beta, m.num_decode_tokens, m.non_spec_state_indices_tensor, None, cache)
