@@ -117,6 +117,9 @@ class Sweep:
             self.stopped.set()
             for process in [*self.runners, self.compiler]:
                 process.stop()
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(5.0)
         if self.errors:
             raise self.errors[0]
         return self.write()
