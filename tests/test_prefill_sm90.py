@@ -1,6 +1,7 @@
 """The sm90 launch path without a GPU: the cut of a batch, and that a fast launch passes what the plain launch passes."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -48,13 +49,12 @@ def test_the_drivers_function_is_found_behind_a_launcher(wrapped):
     seen = []
     types = {"q": "tensordesc<bf16[64, 32],Layout(x=[])>", "n": "i32"}
     compiled = SimpleNamespace(
-        run=Launcher(print if not wrapped else lambda *args: seen.append(args), wrapped), function=7, packed_metadata=(4, 1, 99),
-        metadata=SimpleNamespace(tensordesc_meta=[]), src=SimpleNamespace(signature=types))
+        run=Launcher(partial(lambda *args: seen.append(args)), wrapped), function=7, packed_metadata=(4, 1, 99),
+        metadata=SimpleNamespace(tensordesc_meta=[], num_stages=1), src=SimpleNamespace(signature=types))
     kernel = _tensor_maps.MapKernel.of(compiled)
     assert kernel.box(0) == 32
-    if wrapped:
-        kernel.launch(5, 3, ("args",))
-        assert seen == [(5, 1, 1, 3, 7, False, False, None, None, (4, 1, 99), None, None, None, "args")]
+    kernel.launch(5, 3, ("args",))
+    assert seen == [(5, 1, 1, 3, 7, False, False, None, None, (4, 1, 99), None, None, None, "args")]
 
 
 def test_plan_never_has_an_empty_segment():
@@ -92,7 +92,8 @@ class Recorder:
             boxes = {n: f"tensordesc<bf16[64, {a.block_shape[-1]}]>" if hasattr(a, "block_shape") else "i32"
                      for n, a in zip(self.names, args)}
             return SimpleNamespace(
-                src=SimpleNamespace(signature=boxes), metadata=SimpleNamespace(tensordesc_meta=[None] * 16),
+                src=SimpleNamespace(signature=boxes), 
+                metadata=SimpleNamespace(tensordesc_meta=[None] * 16, num_stages=num_stages),
                 raw=lambda *a: self.seen.append((a[0], list(a[4:]))))
 
         return launch
@@ -119,10 +120,11 @@ def recorded(monkeypatch):
     def compile_only(self, key, stream, launch, *args, **options):
         prefill_sm90._KERNELS[key] = _tensor_maps.MapKernel.of(launch(*args, **options))
 
-    monkeypatch.setattr(prefill_sm90.Work, "_compile", compile_only)
+    monkeypatch.setattr(prefill_sm90.Layout, "_compile", compile_only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(prefill_sm90, "_KERNELS", {})
+    monkeypatch.setattr(prefill_sm90, "_LAYOUTS", {})
 
     def module(family, schedule):
         found = loader.load(Variant(Spec.make(family, **SIZES), schedule.source_key))
@@ -134,12 +136,12 @@ def recorded(monkeypatch):
 
     segments = module("prefill_segments", Schedule.make(form="tma", bm=64, warps=4, stages=3))
     choice = segments, {"num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(prefill_sm90.Work, "_segments_choice", lambda self: choice)
+    monkeypatch.setattr(prefill_sm90.Layout, "_segments_choice", lambda self: choice)
     prepare = module("prefill_prepare", Schedule.make(form="gluon", warps=4, stages=1))
     state = module("prefill_state", Schedule.make(form="tma", bv=64, warps=4, stages=3))
-    kernels = prefill_plan.Kernels(
-        prepare.launch, {"num_warps": 4, "num_stages": 1}, prepare, state.launch, {"num_warps": 4, "num_stages": 3},
-        Spec.make("prefill_segments", **SIZES), 74240, 64, 128, 128)
+    kernels = prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
+        prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
+        state=state.launch, state_options={"num_warps": 4, "num_stages": 3}, row_bytes=74240)
     return seen, kernels
 
 
@@ -176,9 +178,11 @@ def test_refuses_what_it_cannot_describe(recorded):
     seen, kernels = recorded
     x = torch.zeros(1, 64, 1, 129, dtype=torch.bfloat16)[..., :128]
     rows = torch.zeros(1, 4, dtype=torch.int32)
-    call = SimpleNamespace(q=x, k=x, v=x, g=x, chunk_rows=rows, HV=1, max_workspace=1 << 30, kernels=kernels)
+    call = prefill_plan.Call(*[None] * len(prefill_plan.Call._fields))._replace(
+        q=x, k=x, v=x, g=x, beta=x, out=x, cu_seqlens=rows, chunk_offsets=rows, chunk_rows=rows, HV=1, max_workspace=1 << 30,
+        kernels=kernels)
     assert None in [_tensor_maps.token_tiles(x)]
     assert not prefill_sm90.run(call, None)
-    call.max_workspace = 10
-    assert not prefill_sm90.run(call, None)
+    y = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16)
+    assert not prefill_sm90.run(call._replace(q=y, k=y, v=y, g=y, max_workspace=10), None)
     assert not seen

@@ -71,10 +71,11 @@ def _raw_launcher(compiled):
 class MapKernel:
     """A compiled kernel, its tensor maps, and the shortest way to launch it."""
 
-    __slots__ = ("_boxes", "_fixed", "_maps", "_meta", "_raw")
+    __slots__ = ("_boxes", "_fixed", "_maps", "_meta", "_raw", "stages")
 
     def __init__(self, compiled, raw, fixed):
         self._raw, self._fixed, self._meta, self._maps = raw, fixed, compiled.metadata.tensordesc_meta, {}
+        self.stages = compiled.metadata.num_stages
         types = [kind for kind in compiled.src.signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
         self._boxes = [int(kind.split("[", 1)[1].split("]", 1)[0].split(",")[-1]) for kind in types]
 

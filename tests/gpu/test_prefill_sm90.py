@@ -16,8 +16,9 @@ pytestmark = [
 SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 NAN = float("nan")
 RAGGED = (70, 0, 331, 9, 64)
-# Relative error in norm of o and the state against fp64: bf16 products with fp32 sums, looser where keys are nearly equal.
-TOLERANCE = {"random": (6e-3, 2e-3), "bound": (6e-3, 4e-3), "zero": (6e-3, 4e-3), "slow": (6e-3, 4e-3),
+# Relative error in norm of o and the state against fp64. A state that holds nothing but its last tokens is off by 2.5e-3: k,
+# its decay and v' are each rounded to bf16. Nearly equal keys make the chunk's inverse ill conditioned.
+TOLERANCE = {"random": (6e-3, 4e-3), "bound": (6e-3, 4e-3), "zero": (6e-3, 4e-3), "slow": (6e-3, 4e-3),
              "mixed": (6e-3, 4e-3), "equal": (1.5e-2, 1e-2)}
 
 
@@ -27,9 +28,10 @@ def module(family, **blocks):
 
 def kernels(bv=64):
     prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form="tma", bv=bv)
-    return prefill_plan.Kernels(
-        prepare.launch, {"num_warps": 4, "num_stages": 1}, prepare, state.launch,
-        {"num_warps": 4 if bv == 64 else 8, "num_stages": 3}, Spec.make("prefill_segments", **SIZES), 74240, 64, 128, 128)
+    return prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
+        prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
+        state=state.launch, state_options={"num_warps": 4 if bv == 64 else 8, "num_stages": 3},
+        segments_spec=Spec.make("prefill_segments", **SIZES), row_bytes=74240)
 
 
 def inputs(rng, T, H, HV=None, kind="random"):
@@ -119,6 +121,14 @@ def test_grouped_heads_and_cuts(rng, H, HV):
         check(*run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("segments", (), segments, chunks)), want)
 
 
+def test_issue_limits_on_random_inputs(rng):
+    x = inputs(rng, sum(RAGGED), 2)
+    h0 = torch.randn(len(RAGGED), 2, 128, 128, generator=rng).cuda() * 0.3
+    want = oracle(x, RAGGED, h0)
+    out, state = run(make_call(x, RAGGED, h_in=h0))
+    assert error(out, want[0]) < 6e-3 and error(state, want[1]) < 2e-3
+
+
 def test_flags_off(rng):
     x = inputs(rng, 200, 2)
     x[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
@@ -160,7 +170,7 @@ def test_pools_padding_and_neighbours_of_nan(rng, dtype):
     out, _ = run(call)
     assert error(out[:, :70], want[0][:, :70]) < 6e-3 and error(out[:, 75:205], want[0][:, 75:205]) < 6e-3
     for n, slot in ((0, 2), (2, 5)):  # a bf16 pool rounds: 2^-9
-        assert error(pool[slot].float(), want[1][n]) < (2e-3 if dtype == torch.float32 else 4e-3)
+        assert error(pool[slot].float(), want[1][n]) < (4e-3 if dtype == torch.float32 else 5e-3)
     assert (out[:, 205:] == 0).all(), "outputs of a padding sequence"
     assert out[:, 70:75].isnan().all()
     for slot in (0, 1, 3, 6, 7, 8):
@@ -176,7 +186,7 @@ def test_checkpoints(rng, cut):
     run(make_call(x, [200, 64], ckpt_offsets=offsets, ckpt_slots=slots, ckpt_pool=pool), cut)
     for slot, first, last in ((1, 0, 64), (2, 0, 192), (3, 200, 264)):
         part = [t[:, first:last] for t in x[:5]] + x[5:]
-        assert error(pool[slot], oracle(part, [last - first])[1][0]) < 2e-3
+        assert error(pool[slot], oracle(part, [last - first])[1][0]) < 4e-3
     assert (pool[[0, 4, 5, 6, 7]] == 7).all(), "slots that no checkpoint names"
 
 
