@@ -41,7 +41,9 @@ class Driver:
         self.cache = self.layer.new_cache(1 + len(lengths) * (k + 1) + spare, k, poison=True, zero="never", **(cache or {}))
         for pool in (self.cache.recurrent, self.cache.conv):
             pool[0] = 12345.0  # the reserved slot: whoever reads it is found out, whoever writes it too
-        self.slots = [self.cache.allocate(k + 1) for _ in lengths]
+        mixed = torch.randperm(len(lengths) * (k + 1), generator=generator).tolist()
+        owned = self.cache.allocate(len(mixed))
+        self.slots = [[owned[i] for i in mixed[n::len(lengths)]] for n in range(len(lengths))]
         self.builder = KDAMetadataBuilder(device, k, chunk_size=options.pop("chunk_size", 16), **options)
         self.computed, self.accepted = [0] * len(lengths), [1] * len(lengths)
         self.generator = generator
@@ -97,7 +99,9 @@ class Driver:
         self.worst = max(self.worst, float("inf") if not torch.isfinite(errors).all() else float(errors.max()))
 
     def check(self, tolerance=1e-5):
-        """All outputs right, and the reserved slot as it was."""
+        """All outputs right; the reserved slot and the slots of nobody as they were."""
         assert self.worst <= tolerance, self.worst
+        nobody = list(self.cache._free)
+        assert torch.isnan(self.cache.recurrent[nobody]).all() and torch.isnan(self.cache.conv[nobody]).all()
         for pool in (self.cache.recurrent, self.cache.conv):
             assert (pool[0] == pool.new_tensor(12345.0)).all(), "the reserved slot was written"

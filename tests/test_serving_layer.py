@@ -10,6 +10,7 @@ from kdagen.errors import ArgumentError, ArgumentTypeError
 from kdagen.serving import (
     Batch,
     Checkpoint,
+    GraphStaging,
     KDAConfig,
     KDALayer,
     KDAMetadataBuilder,
@@ -120,12 +121,26 @@ def test_plain_decodes_beside_speculation(keep):
 def test_padding_rows_are_neither_read_nor_written(rows):
     d = Driver([20, 20])
     d.step(Row(0, 3), Row(1, 2))
-    before = [pool[d.slots[1][0] + 1:].clone() for pool in (d.cache.recurrent, d.cache.conv)]
+    live = [d.slots[row.seq][0] for row in rows if row.seq >= 0]
+    others = [slot for slot in range(d.cache.slots) if slot not in live]
+    before = [pool[others].clone() for pool in (d.cache.recurrent, d.cache.conv)]
     d.step(*rows, pad_tokens=5)
+    for pool, then in zip((d.cache.recurrent, d.cache.conv), before):
+        torch.testing.assert_close(pool[others], then, rtol=0, atol=0, equal_nan=True)
     d.step(Row(0, 1), Row(1, 1))
     d.check()
-    for pool, then in zip((d.cache.recurrent, d.cache.conv), before):
-        torch.testing.assert_close(pool[d.slots[1][0] + 1:], then, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_pool_smaller_than_a_padded_batch():
+    """A capture batch of 8 requests on a pool of one usable slot: all rows are the reserved slot."""
+    d = Driver([4])
+    pool = d.layer.new_cache(2)
+    pool.recurrent.fill_(3.0)
+    staging = GraphStaging("cpu", 8)
+    batch = Batch.make([1] * 8, [1] * 8, [0] * 8)
+    metadata = KDAMetadataBuilder("cpu", staging=staging).build_for_cudagraph_capture(batch)
+    output = d.layer(torch.randn(8, d.layer.config.hidden), metadata, pool)
+    assert not output.any() and (pool.recurrent == 3).all() and not pool.conv.any()
 
 
 @pytest.mark.parametrize("k", range(1, 6))
