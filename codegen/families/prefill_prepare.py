@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
 from kdagen.spec import Flag, Problem, Schedule, Spec, Target
@@ -17,6 +19,7 @@ from kdagen.spec import Flag, Problem, Schedule, Spec, Target
 MAX_HEAD_DIM = 256
 LOWEST_BOUND = -5.0  # nats a token: the steepest bounded gate
 LEAF = 32            # rows of a factored leaf
+HOPPER_TRITON = (3, 6), (3, 10)  # the Triton versions whose Gluon the sm90 forms are written for: from, below
 STRIDES = tuple(f"s{x}_{axis}" for x in ("q", "k", "v", "g", "beta") for axis in "th")
 
 # Coefficients of t^0, t^1, .. of log2(1 + t) / t on [0, 1], by degree: minimax in relative error (8.4e-6 and 3.0e-8), so
@@ -53,7 +56,7 @@ class Prepare(Family):
     name = "prefill_prepare"
     title = "chunk-local half of prefill: gate, decayed products, inverse, w and u"
     flags = {"gate": Flag("gate", ("bounded", "softplus", "log"))}
-    forms = ("", "gluon")
+    forms = ("", "gluon", "levels")
     space = {"bk": (32, 64, 128)}
     warps = (4, 8)
     stages = (1,)
@@ -80,9 +83,10 @@ class Prepare(Family):
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
             return reason
-        if schedule.form == "gluon":
+        if schedule.form:
+            gate = {"gluon": "bounded", "levels": "softplus"}[schedule.form]
             return refuse_hopper_form(spec, schedule, target) or (
-                None if spec.gate == "bounded" else f"the gluon form has only the bounded gate, not {spec.gate}")
+                None if spec.gate == gate else f"the {schedule.form} form has only the {gate} gate, not {spec.gate}")
         bk = schedule.block.get("bk", 0)
         if bk < 16 or bk != next_power_of_2(bk) or bk > padded(spec.k):
             return f"bk {bk} is not a power of two from 16 to {padded(spec.k)}"
@@ -94,16 +98,28 @@ class Prepare(Family):
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
+        """The sm90 form where there is one for the gate; else all channels at once, unless a tile grows too large."""
+        for form in ("gluon", "levels") if target is not None else ():
+            schedule = Schedule.make(form=form, warps=4)
+            if self.supports(spec, schedule, target) is None:
+                return schedule
         kp = padded(spec.k)
         if spec.dtype == "fp32":
             return Schedule.make(bk=min(kp, 64 if spec.chunk <= 64 else 32), warps=4 if spec.chunk <= 64 else 8)
         bk = min(kp, 128 if spec.chunk <= 64 else 64)
         return Schedule.make(bk=bk, warps=4 if spec.chunk <= 64 else 8)
 
+    def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
+        from kdagen import devices
+
+        return tuple(dict.fromkeys([self.default(spec), self.default(spec, devices.named("sm90"))]))
+
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         return max(1, problem.tokens * problem.heads // spec.chunk), 1
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        if schedule.form:
+            return (self._gluon_kernel(spec),)
         signature = pointers(spec.dtype, "q", "k", "v", "g", "beta") | pointers("fp32", "A_log", "dt_bias")
         signature |= {"chunk_table": "*i32", "matrices": "*fp32" if spec.dtype == "fp32" else "*fp16"}
         signature |= pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | pointers("fp32", "dec")
@@ -114,6 +130,20 @@ class Prepare(Family):
             constants |= {"A_log": None, "dt_bias": None}
         return (Kernel("prepare_kernel", {n: t for n, t in signature.items() if n not in constants}, constants,
                        tuple(s for s in STRIDES if not s.startswith("sbeta"))),)
+
+    @staticmethod
+    def _gluon_kernel(spec: Spec) -> Kernel:
+        """Of the forms gluon and levels: tiles come and go through host descriptors."""
+        def tile(width):
+            return (f"tensordesc<bf16[{spec.chunk}, {width}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, "
+                    "rank=2, transposed=False, fp4_padded=False, cga_layout=[])>")
+
+        signature = dict.fromkeys(("q", "k", "v", "g", "qg", "kg", "w", "u"), tile(spec.k)) | {"aqk": tile(spec.chunk)}
+        signature |= pointers("bf16", "beta") | pointers("fp32", "A_log", "dt_bias", "dec")
+        signature |= {"chunk_table": "*i32", "prefix": "*fp16"}
+        signature |= dict.fromkeys(("row_begin", "slot_base", "HV", "GROUP", "stride_beta_t", "stride_beta_h"), "i32")
+        signature |= dict.fromkeys(("lower_bound", "scale", "beta_scale"), "fp32")
+        return Kernel("prepare_kernel", signature, {"USE_L2NORM": True, "USE_SIGMOID": True})
 
     def committed(self) -> Iterable[Spec]:
         for gate in ("bounded", "softplus"):
@@ -126,7 +156,19 @@ def refuse_hopper_form(spec: Spec, schedule: Schedule, target: Target | None) ->
         return f"the {schedule.form} form has only C=64, K=V=128, bf16"
     if target is not None and target.arch != "sm90":
         return f"the {schedule.form} form is for sm90, not {target.arch}"
+    if target is not None and not HOPPER_TRITON[0] <= triton_minor() < HOPPER_TRITON[1]:
+        low, high, here = (".".join(map(str, number)) for number in (*HOPPER_TRITON, triton_minor()))
+        return f"the {schedule.form} form is written for Triton {low} to below {high}, not {here}"
     return None
+
+
+@cache
+def triton_minor() -> tuple[int, int]:
+    """The installed Triton's (major, minor); that of the first known one where there is none."""
+    try:
+        return tuple(int(part) for part in version("triton").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return HOPPER_TRITON[0]
 
 
 FAMILY = Prepare()

@@ -49,6 +49,11 @@ class Segments(Family):
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
+        if target is not None:
+            few = problem is not None and problem.seqs * problem.heads <= 4
+            schedule = Schedule.make(form="tma", bm=64 if few else 128, warps=4 if few else 8, stages=3)
+            if self.supports(spec, schedule, target) is None:
+                return schedule
         kp = padded(spec.k)
         bm = min(kp, padded(spec.v), 64 if kp <= 128 else 32)
         for stages in (3, 2, 1):
@@ -61,13 +66,17 @@ class Segments(Family):
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
         from kdagen import devices
 
-        found = [self.default(spec)] + [self.default(spec, devices.named(arch)) for arch in sorted(devices.ARCHS)]
+        sizes = (Problem(8192, 1, 1), Problem(8192, 1, 12))
+        found = [self.default(spec)] + [self.default(spec, devices.named(arch), size)
+                                        for arch in sorted(devices.ARCHS) for size in sizes]
         return tuple(dict.fromkeys(found))
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        if schedule.form == "tma":
+            return self._tma_kernels(spec, schedule)
         single = {"p_lo": None} if spec.dtype == "fp32" else {}
         shared = {"chunk_offsets": "*i64", "off": "*fp32"} | pointers(spec.dtype, "p_hi", "p_lo")
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
@@ -77,6 +86,16 @@ class Segments(Family):
         drop = lambda signature: {name: kind for name, kind in signature.items() if name not in single}
         return (Kernel("map_kernel", drop(of_map), single | {"STAGES": schedule.stages}),
                 Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single))
+
+    @staticmethod
+    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
+        shared = {"off": "*fp32", "p_hi": "*bf16", "p_lo": "*bf16", "chunk_offsets": "*i64"}
+        shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
+        of_map = {"kg": tile(spec.k), "w": tile(spec.k), "u": tile(schedule.block["bm"]), "dec": "*fp32"} | shared
+        of_map |= dict.fromkeys(("slot_base", "seg_begin"), "i32")
+        of_combine = {name: kind for name, kind in shared.items() if name != "N"} | {"hs": "*fp32"}
+        return Kernel("map_kernel", of_map, {"STAGES": schedule.stages}), Kernel("combine_kernel", of_combine, {"STAGES": 2})
 
     def committed(self) -> Iterable[Spec]:
         yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")

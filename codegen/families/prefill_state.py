@@ -54,6 +54,11 @@ class State(Family):
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         """As many stages as fit, up to 3; a wide tile of V once the heads alone fill the device."""
         kp, vp = padded(spec.k), padded(spec.v)
+        if target is not None:
+            narrow = problem is None or 2 * problem.seqs * problem.heads <= target.sms
+            schedule = Schedule.make(form="tma", bv=64 if narrow else 128, warps=4 if narrow else 8, stages=3)
+            if self.supports(spec, schedule, target) is None:
+                return schedule
         wide = problem is not None and target is not None and problem.seqs * problem.heads * vp >= 80 * 128
         bv = min(vp, 128 if wide and kp <= 128 else 64 if kp <= 128 else 32)
         warps = 8 if bv * kp > 64 * 128 else 4
@@ -76,6 +81,8 @@ class State(Family):
         return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        if schedule.form == "tma":
+            return self._tma_kernels(spec, schedule)
         intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
         sizes = dict.fromkeys(("row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "checkpoints",
                                "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
@@ -92,6 +99,26 @@ class State(Family):
         inner = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out", "mid_in", "mid_out"),
                        base | {name: None for name in absent if not name.startswith("mid")}, STRIDES)
         return plain, pool, inner
+
+    @staticmethod
+    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
+        signature = dict.fromkeys(("qg", "kg", "w"), tile(spec.k))
+        signature |= {"u": tile(schedule.block["bv"]), "aqk": tile(spec.chunk)}
+        signature |= {"dec": "*fp32", "o": "*bf16", "cu_seqlens": "*i32", "chunk_offsets": "*i64", "has_initial": "*i1"}
+        signature |= pointers("fp32", "h_in", "h_out", "mid_in", "mid_out", "ckpt_pool")
+        signature |= pointers("i32", "read_slots", "write_slots", "ckpt_offsets", "ckpt_slots")
+        strides = [f"stride_{x}" for x in ("o_t", "o_h", "in", "in_h", "out", "out_h", "ckpt", "ckpt_h")]
+        signature |= dict.fromkeys((
+            "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "pad_slot", "pool_slots", "N",
+            "HV", *strides, "stride_read", "stride_write", "stride_at", "stride_ckpt_slots", "CKPTS"), "i32")
+        pool = ("read_slots", "has_initial", "write_slots", "ckpt_offsets", "ckpt_slots", "ckpt_pool")
+        found = []
+        for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):
+            kept = {name: kind for name, kind in signature.items() if name not in absent}
+            constants = dict.fromkeys(absent) | {"V_FIRST": True, "STAGES": schedule.stages}
+            found.append(Kernel("state_kernel", kept, constants, tuple(strides)))
+        return tuple(found)
 
     def committed(self) -> Iterable[Spec]:
         yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")

@@ -186,7 +186,7 @@ def _run(
         gate = "log" if not raw_gate else "softplus" if lower_bound is None else "bounded"
         # the load is known to a power of two, so that one bucket has one schedule whatever came first
         problem = planning.INVARIANT if batch_invariant else Problem(1 << max(0, (B * T).bit_length() - 1), N, HV)
-        kernels = planning.choose(q, K, V, chunk, gate, problem)
+        kernels = planning.choose(q, K, V, chunk, gate, problem, portable=g.dtype != q.dtype)
         if len(_MEMO) >= MEMO_ENTRIES:
             _MEMO.clear()
         _MEMO[key] = kernels

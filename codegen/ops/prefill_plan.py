@@ -15,23 +15,25 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import devices, dispatch, families
 from kdagen.families.prefill_prepare import padded
+from kdagen.ops import prefill_sm90
 from kdagen.ops._common import DTYPE_NAMES, interpreting
 from kdagen.ops.metadata import step_tables
-from kdagen.spec import Problem, Spec
+from kdagen.spec import Problem, Spec, Target, Variant
 
 DEFAULT_WORKSPACE = 4 << 30       # bytes
 INVARIANT = Problem(8192, 1, 32)  # the load that batch-invariant calls look their schedule up with
 MAX_SEGMENTS = 16
 WHOLE = 1 << 30                   # chunks of the only segment of an uncut sequence
 
+_portable = dispatch.memo("chunk_kda portable")
 _matrices: dict = {}
 _uniform: dict = {}
 
 
 class Kernels(NamedTuple):
-    """The chosen schedule of each family, as launch function and options; those of prefill_segments on demand."""
+    """The chosen schedule of prepare and state, as launch function and options; that of prefill_segments is on demand."""
 
     prepare: object
     prepare_options: dict
@@ -39,6 +41,8 @@ class Kernels(NamedTuple):
     state: object
     state_options: dict
     segments_spec: Spec
+    hopper: bool    # both have their sm90 forms, and ops/prefill_sm90.py can run them
+    gate: str
     row_bytes: int  # workspace of one row of the chunk table
     chunk: int
     kp: int
@@ -106,17 +110,27 @@ def target_of(tensor: torch.Tensor):
     return devices.named("h200") if interpreting() and not tensor.is_cuda else devices.of_index(tensor.get_device())
 
 
-def choose(q: torch.Tensor, K: int, V: int, chunk: int, gate: str, problem: Problem) -> Kernels:
-    """The schedules of prepare and state for a load; what memos keep."""
+def choose(q: torch.Tensor, K: int, V: int, chunk: int, gate: str, problem: Problem, *, portable: bool = False) -> Kernels:
+    """The schedules of prepare and state for a load; what memos keep. ``portable``: not their sm90 forms, whose tensor
+    maps want packed heads, a bf16 gate and addresses and strides of 16 bytes."""
     dtype, target = DTYPE_NAMES[q.dtype], target_of(q)
     sizes = dict(chunk=chunk, k=K, v=V, dtype=dtype)
-    prepare = dispatch.pick(Spec.make("prefill_prepare", **sizes, gate=gate), problem, target)
-    state = dispatch.pick(Spec.make("prefill_state", **sizes), problem, target)
+    prepare, state = (_pick(spec, problem, target, portable) for spec in (
+        Spec.make("prefill_prepare", **sizes, gate=gate), Spec.make("prefill_state", **sizes)))
+    hopper = prepare.schedule.form != "" and state.schedule.form == "tma"
     options = lambda choice: {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
     kp, vp = padded(K), padded(V)
     row_bytes = chunk * (3 * kp + vp + chunk) * q.element_size() + 4 * kp
     return Kernels(prepare.module.launch, options(prepare), prepare.module, state.module.launch, options(state),
-                   Spec.make("prefill_segments", **sizes), row_bytes, chunk, kp, vp)
+                   Spec.make("prefill_segments", **sizes), hopper, gate, row_bytes, chunk, kp, vp)
+
+
+def _pick(spec: Spec, problem: Problem, target: Target, portable: bool) -> dispatch.Choice:
+    choice = dispatch.pick(spec, problem, target)
+    if portable and choice.schedule.form:
+        schedule = families.get(spec.family).default(spec, None, problem)  # the default for any target
+        return dispatch.Choice(Variant(spec, schedule.source_key), schedule, "default")
+    return choice
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -170,6 +184,16 @@ def run(call: Call) -> None:
     """Launch the whole forward on the current stream; the caller has made the tensors' device the current one."""
     if call.N * call.HV == 0:
         return
+    if call.kernels.hopper:
+        if prefill_sm90.run(call, matrices_of):
+            return
+        key = (call.q.dtype, call.q.get_device(), call.kernels.gate, call.N, call.HV)
+        plain = _portable.get(key)
+        if plain is None:
+            kernels = call.kernels
+            plain = _portable[key] = choose(call.q, call.q.shape[-1], call.out.shape[-1], kernels.chunk, kernels.gate,
+                                            Problem(call.q.shape[0] * call.q.shape[1], call.N, call.HV), portable=True)
+        call = call._replace(kernels=plain)
     segments = segments_of(call)
     if segments > 1:
         run_segments(call, segments)
@@ -221,7 +245,7 @@ def run_segments(call: Call, count: int) -> None:
     N, HV, KP, VP, rows = call.N, call.HV, kernels.kp, kernels.vp, call.chunk_rows.shape[0]
     length = -(-call.longest // count)
     count = -(-call.longest // length)
-    choice = dispatch.pick(kernels.segments_spec, Problem(call.q.shape[0] * call.q.shape[1], N, HV), target_of(call.q))
+    choice = _pick(kernels.segments_spec, Problem(call.q.shape[0] * call.q.shape[1], N, HV), target_of(call.q), True)
     options = {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
     buffers = Buffers.of(call, rows)
     starts = torch.empty((N, count, HV, VP, KP), dtype=torch.float32, device=device)
