@@ -94,6 +94,9 @@ def check(metadata, rows, k, keep_decodes=False, chunk=64, blocks=(32,)):
     assert metadata.chunk_indices.tolist() == [list(pair) for pair in table]
     assert metadata.chunk_indices.dtype == torch.int32
     same(metadata.chunk_offsets, [sum(n < m for n, _ in table) for m in range(len(want.prefill_table) + 1)], torch.int64)
+    assert metadata.step_tables.chunk_rows.tolist() == [
+        [oracle.starts(want.prefill_table)[n] + t * chunk, min(want.prefill_table[n].length - t * chunk, chunk), n, t]
+        for n, t in table]
     assert set(metadata.nums_dict) == set(blocks)
     for block in blocks:
         schedule, pairs = metadata.nums_dict[block], oracle.chunk_table(want.non_spec, block)
