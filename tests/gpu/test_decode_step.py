@@ -1,0 +1,176 @@
+"""The fused decode step on a GPU: bf16 beside the oracle, pools, bits, graphs, streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kdagen
+from inputs import gate_parameter, relative
+from kdagen import reference as R
+from kdagen.ops.decode_step import kda_decode_step
+
+pytestmark = pytest.mark.gpu
+
+# Output: its last rounding alone, 1.7e-3 of the norm in bf16, 2e-4 in fp16. States stay fp32: 1e-7 to 6e-7 is usual.
+OUTPUT = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 2e-3}
+STATE = 2e-6
+CONV, POOL, TABLE = 4, 6, 7  # positions in the list of tensors
+
+
+def case(rng, N, H=4, HV=None, K=128, V=128, W=4, k=0, dtype=torch.bfloat16, pool=torch.float32, v_first=True, pad=0):
+    """(positional tensors, options): columns of one projection with NaN around, twice as many slots as rows and one more."""
+    HV = HV or H
+    D, P, slots = 2 * H * K + HV * V, HV * V, 2 * N * (1 + k) + 1
+    normal = lambda *shape: torch.randn(*shape, device="cuda")
+    wide = torch.full((N, 16 + D + P + HV + 24), float("nan"), device="cuda").to(dtype)
+    wide[:, 16 : 16 + D + P + HV] = normal(N, D + P + HV)
+    qkv, z, beta = wide[:, 16 : 16 + D], wide[:, 16 + D : 16 + D + P], wide[:, 16 + D + P : 16 + D + P + HV]
+    inner = (HV, V, K) if v_first else (HV, K, V)
+    states = normal(slots, HV * K * V + pad).to(pool)[:, : HV * K * V].unflatten(1, inner)
+    table = 1 + torch.randperm(slots - 1, generator=rng)[: N * (1 + k)].int().cuda()
+    table = table.view(N, 1 + k) if k else table
+    weight = 0.5 * normal(D, W)
+    tensors = [qkv, z, normal(N, HV * K).to(dtype), beta, normal(slots, W - 1 + k, D).to(dtype), weight, states, table,
+               normal(V).to(dtype)]
+    options = dict(A_log=gate_parameter(rng, HV).cuda(), dt_bias=normal(HV, K), state_v_first=v_first)
+    return tensors, options
+
+
+def run(tensors, options, compute=kda_decode_step):
+    """(out, conv pool, state pool) from copies of the pools; the op's output is poisoned first."""
+    x = [t.clone() if at in (CONV, POOL) else t for at, t in enumerate(tensors)]
+    HV = x[3].shape[1]
+    K, V = x[2].shape[1] // HV, x[1].shape[1] // HV
+    if compute is kda_decode_step:
+        out = torch.full((len(x[0]), HV, V), float("nan"), device="cuda", dtype=x[0].dtype)
+        kda_decode_step(*x, **options, out=out)
+    else:
+        out = compute(*x, **options, heads=(x[0].shape[1] - HV * V) // (2 * K), K=K)
+    return out, x[CONV], x[POOL]
+
+
+def agree(tensors, options, state=STATE):
+    mine, theirs = run(tensors, options), run(tensors, options, R.kda_decode_step)
+    assert relative(mine[0], theirs[0]) < OUTPUT[tensors[0].dtype]
+    assert torch.equal(mine[1], theirs[1])
+    assert relative(mine[2], theirs[2]) < state
+    return mine
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("dtype", OUTPUT, ids=str)
+def test_serving_shape_in_every_dtype(rng, dtype, lower_bound, v_first):
+    tensors, options = case(rng, 9, H=12, dtype=dtype, v_first=v_first, pad=32)
+    agree(tensors, options | dict(lower_bound=lower_bound))
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(H=2, HV=8, K=64, V=128), dict(K=100, V=60), dict(K=128, V=256), dict(K=256, V=64), dict(K=16, V=16), dict(K=1, V=1),
+    dict(W=2), dict(W=3),
+], ids=str)
+def test_heads_head_dims_and_widths(rng, sizes):
+    agree(*case(rng, 5, **sizes))
+
+
+def test_half_size_pool(rng):
+    agree(*case(rng, 5, pool=torch.bfloat16), state=1e-4)
+
+
+def test_after_accepted_drafts_with_padding_and_fresh_rows(rng):
+    tensors, options = case(rng, 8, k=3)
+    tensors[TABLE][2] = -1
+    tensors[TABLE][5] = 0
+    fresh = tensors[TABLE][7].long()
+    tensors[CONV][fresh] = tensors[POOL][fresh] = float("nan")
+    options |= dict(
+        num_accepted_tokens=torch.tensor([1, 4, 2, 3, 0, 1, 99, 1], device="cuda"), pad_slot=0,
+        has_initial_state=torch.arange(8, device="cuda") != 7)
+    mine, theirs = run(tensors, options), run(tensors, options, R.kda_decode_step)
+    assert torch.equal(mine[0][[2, 5]], torch.zeros_like(mine[0][:2]))
+    assert relative(mine[0], theirs[0]) < OUTPUT[torch.bfloat16]
+    written = tensors[TABLE][[0, 1, 3, 4, 6, 7], 0].long()
+    assert relative(mine[2][written], theirs[2][written]) < STATE
+    assert torch.equal(mine[1][written, :3], theirs[1][written, :3])  # the fresh row's other columns stay NaN
+    rest = torch.ones(len(mine[2]), dtype=torch.bool, device="cuda")
+    rest[written] = False
+    same = lambda a, b: torch.equal(a[rest].nan_to_num(7.0), b[rest].nan_to_num(7.0))
+    assert same(mine[2], tensors[POOL]) and same(mine[1], tensors[CONV])
+
+
+@pytest.mark.parametrize("HV", [4, 8])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_twice_and_alone_and_in_a_batch(rng, pool, HV):
+    """A history written too early, while another warp still reads it, would show as a changed bit."""
+    tensors, options = case(rng, 130, HV=HV, pool=pool)
+    first = run(tensors, options)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(tensors, options), first))
+    for n in (0, 64, 129):
+        rows = [t[n : n + 1] if at in (0, 1, 2, 3, TABLE) else t for at, t in enumerate(tensors)]
+        alone, slot = run(rows, options), tensors[TABLE][n].long()
+        assert torch.equal(alone[0], first[0][n : n + 1])
+        assert torch.equal(alone[1][slot], first[1][slot]) and torch.equal(alone[2][slot], first[2][slot])
+
+
+def test_every_schedule_of_the_space_alone_is_right(rng):
+    family = kdagen.families.get("decode_step")
+    for v_first in (True, False):
+        tensors, options = case(rng, 3, H=2, v_first=v_first)
+        spec = kdagen.spec.Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=not v_first)
+        for schedule in family.candidates(spec):
+            if family.supports(spec, schedule, kdagen.devices.machine()) is None:
+                variant = kdagen.spec.Variant(spec, schedule.source_key).name
+                with kdagen.dispatch.pin(variant, warps=schedule.warps):
+                    agree(tensors, options)
+
+
+def test_more_than_65535_programs(rng):
+    agree(*case(rng, 9000, H=8, K=16, V=16))
+
+
+def test_graph_replays_with_new_slots_and_never_waits_for_the_device(rng):
+    tensors, options = case(rng, 6)
+    out = torch.empty(6, 4, 128, device="cuda", dtype=torch.bfloat16)
+    step = lambda: kda_decode_step(*tensors, **options, out=out)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        tensors[TABLE].copy_(torch.randperm(12, generator=rng)[:6].int())
+        tensors[TABLE][3] = -1
+        want = run(tensors, options, R.kda_decode_step)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert relative(out, want[0]) < OUTPUT[torch.bfloat16]
+        assert torch.equal(tensors[CONV], want[1]) and relative(tensors[POOL], want[2]) < STATE
+
+
+def test_runs_on_the_current_stream(rng):
+    tensors, options = case(rng, 2)
+    want = run(tensors, options)[0]
+    late = torch.zeros_like(tensors[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # qkv arrives late on this stream: a launch elsewhere would read zeros
+        late.copy_(tensors[0])
+        out = run([late, *tensors[1:]], options)[0]
+    stream.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_compiles_as_one_graph(rng):
+    tensors, options = case(rng, 2)
+    step = lambda conv, pool: kda_decode_step(*tensors[:CONV], conv, tensors[5], pool, *tensors[TABLE:], **options) * 2
+    mine, theirs = ([tensors[CONV].clone(), tensors[POOL].clone()] for _ in range(2))
+    want = step(*theirs)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(*mine), want)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
