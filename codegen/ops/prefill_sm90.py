@@ -95,8 +95,8 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
     now = Now(call)
     # The op chooses kernels once for each layout of its tensors: their identity stands for shapes, strides and dtypes.
     key = (id(call.kernels), now.alignment, call.N, call.H, call.HV, call.chunk_rows.shape[0], call.chunk_offsets.dtype,
-           call.longest, call.scale, call.lower_bound, call.beta_scale, call.l2norm, call.sigmoid_beta, call.pad_slot, call.v_first,
-           call.batch_invariant, call.max_workspace, cut)
+           call.longest, call.scale, call.lower_bound, call.beta_scale, call.l2norm, call.sigmoid_beta, call.pad_slot,
+           call.v_first, call.batch_invariant, call.max_workspace, cut)
     layout = _LAYOUTS.get(key)
     if layout is None:
         tiles = [token_tiles(x) for x in (call.q, call.k, call.v, call.g)]
