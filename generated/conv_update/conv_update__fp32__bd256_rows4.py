@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: conv_update.py.j2
 # variant:  conv_update__fp32__bd256_rows4
-# inputs:   585cc07822006931627fadfc8700800efb5feb8f4ff7a7b53a200dd3e09498aa
+# inputs:   cfd6f052b13fb9bc1f24df6059bd3d7acc9e9b7ff1b4d44dfad2634707c82c6a
 
 """One decode step of the depthwise causal convolution of width 4: bias, SiLU, and the cache line moved on in place.
 
@@ -38,13 +38,30 @@ def conv_update_kernel(
     query_start_loc, pool, cache_indices,          # [N + 1] or None; [slots, columns, D]; [N] or None
     has_initial_state, num_accepted,               # [N] bool, [N], each may be None
     tokens, dim, columns, slots, pad_slot,
-    stride_xb, stride_xt, stride_ob, stride_ot, stride_wd, stride_ps, stride_pc, stride_ci, stride_na,
+    stride_xb, stride_xt, stride_ob, stride_ot, stride_wd, stride_ww, stride_ps, stride_pc, stride_ci, stride_na,
     SILU: tl.constexpr,
+    ROWWISE: tl.constexpr,                         # whether a channel's taps lie side by side in memory
 ):
     n_d = tl.cdiv(dim, BD)
     i_n, i_d = (tl.program_id(0) // n_d).to(tl.int64), tl.program_id(0) % n_d
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < dim
+
+    # [BD] fp32 each: the taps, oldest first.
+    if ROWWISE:
+        b_w = tl.load(weight + o_d[:, None] * stride_wd + tl.arange(0, 4)[None, :], mask=m_d[:, None], other=0.0).to(tl.float32)
+        b_even, b_odd = tl.split(tl.reshape(b_w, [BD, 2, 2]))
+        b_w0, b_w2 = tl.split(b_even)
+        b_w1, b_w3 = tl.split(b_odd)
+    else:
+        b_w0 = tl.load(weight + o_d * stride_wd + 0 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w1 = tl.load(weight + o_d * stride_wd + 1 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w2 = tl.load(weight + o_d * stride_wd + 2 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w3 = tl.load(weight + o_d * stride_wd + 3 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+    if bias is None:
+        b_bias = tl.zeros([BD], dtype=tl.float32)
+    else:
+        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
 
     # The row's tokens.
     if query_start_loc is None:
@@ -80,38 +97,19 @@ def conv_update_kernel(
     m_h = m_d
     if has_initial_state is not None:
         m_h = m_d & tl.load(has_initial_state + i_n).to(tl.int1)
-    b_h3 = tl.load(p_h + 0 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
-    b_h2 = tl.load(p_h + 1 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
-    b_h1 = tl.load(p_h + 2 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
-    # [BD] fp32 each: the taps, oldest first.
-    b_w0 = tl.load(weight + o_d * stride_wd + 0, mask=m_d, other=0.0).to(tl.float32)
-    b_w1 = tl.load(weight + o_d * stride_wd + 1, mask=m_d, other=0.0).to(tl.float32)
-    b_w2 = tl.load(weight + o_d * stride_wd + 2, mask=m_d, other=0.0).to(tl.float32)
-    b_w3 = tl.load(weight + o_d * stride_wd + 3, mask=m_d, other=0.0).to(tl.float32)
-    if bias is None:
-        b_bias = tl.zeros([BD], dtype=tl.float32)
-    else:
-        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
-
+    b_g3 = tl.load(p_h + 0 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
+    b_h3 = b_g3
+    b_g2 = tl.load(p_h + 1 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
+    b_h2 = b_g2
+    b_g1 = tl.load(p_h + 2 * stride_pc, mask=m_h, other=0.0).to(tl.float32)
+    b_h1 = b_g1
     tl.debug_barrier()                             # every thread has read the old line
+
+    # Token t goes to column shift + t of the line, and so does the history, whose latest row is t = -1.
     if num_accepted is None:
-        # The line keeps the last 3 rows of (old line, x).
-        last = rows - 3              # the token that column 0 keeps; below 0: a row of the old line
-        b_s = tl.load(p_x + last * stride_xt, mask=m_d & (last >= 0), other=0.0).to(tl.float32)
-        b_s = tl.where(last == -1, b_h1, b_s)
-        b_s = tl.where(last == -2, b_h2, b_s)
-        tl.store(p_line + 0 * stride_pc, b_s.to(pool.dtype.element_ty), mask=m_d)
-        last = rows - 2              # the token that column 1 keeps; below 0: a row of the old line
-        b_s = tl.load(p_x + last * stride_xt, mask=m_d & (last >= 0), other=0.0).to(tl.float32)
-        b_s = tl.where(last == -1, b_h1, b_s)
-        tl.store(p_line + 1 * stride_pc, b_s.to(pool.dtype.element_ty), mask=m_d)
-        last = rows - 1              # the token that column 2 keeps; below 0: a row of the old line
-        b_s = tl.load(p_x + last * stride_xt, mask=m_d & (last >= 0), other=0.0).to(tl.float32)
-        tl.store(p_line + 2 * stride_pc, b_s.to(pool.dtype.element_ty), mask=m_d)
+        shift = 3 - rows
     else:
-        # The line keeps the history without its oldest row; the loop appends every token.
-        tl.store(p_line + 0 * stride_pc, b_h2.to(pool.dtype.element_ty), mask=m_d)
-        tl.store(p_line + 1 * stride_pc, b_h1.to(pool.dtype.element_ty), mask=m_d)
+        shift = 2
     for i in range(0, rows, 4):
         b_x0 = tl.load(p_x + 0 * stride_xt, mask=m_d & (i + 0 < rows), other=0.0).to(tl.float32)
         b_x1 = tl.load(p_x + 1 * stride_xt, mask=m_d & (i + 1 < rows), other=0.0).to(tl.float32)
@@ -119,37 +117,38 @@ def conv_update_kernel(
         b_x3 = tl.load(p_x + 3 * stride_xt, mask=m_d & (i + 3 < rows), other=0.0).to(tl.float32)
         b_y = convolve(b_h3, b_h2, b_h1, b_x0, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 0 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 0 < rows))
-        if num_accepted is not None:
-            m_s = (i + 0 < rows) & (i + 2 < columns)
-            tl.store(p_line + (i + 2) * stride_pc, b_x0.to(pool.dtype.element_ty), mask=m_d & m_s)
+        column = shift + i + 0
+        m_s = m_d & (i + 0 < rows) & (column >= 0) & (column < columns)
+        tl.store(p_line + column * stride_pc, b_x0.to(pool.dtype.element_ty), mask=m_s)
         b_y = convolve(b_h2, b_h1, b_x0, b_x1, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 1 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 1 < rows))
-        if num_accepted is not None:
-            m_s = (i + 1 < rows) & (i + 3 < columns)
-            tl.store(p_line + (i + 3) * stride_pc, b_x1.to(pool.dtype.element_ty), mask=m_d & m_s)
+        column = shift + i + 1
+        m_s = m_d & (i + 1 < rows) & (column >= 0) & (column < columns)
+        tl.store(p_line + column * stride_pc, b_x1.to(pool.dtype.element_ty), mask=m_s)
         b_y = convolve(b_h1, b_x0, b_x1, b_x2, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 2 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 2 < rows))
-        if num_accepted is not None:
-            m_s = (i + 2 < rows) & (i + 4 < columns)
-            tl.store(p_line + (i + 4) * stride_pc, b_x2.to(pool.dtype.element_ty), mask=m_d & m_s)
+        column = shift + i + 2
+        m_s = m_d & (i + 2 < rows) & (column >= 0) & (column < columns)
+        tl.store(p_line + column * stride_pc, b_x2.to(pool.dtype.element_ty), mask=m_s)
         b_y = convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 3 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 3 < rows))
-        if num_accepted is not None:
-            m_s = (i + 3 < rows) & (i + 5 < columns)
-            tl.store(p_line + (i + 5) * stride_pc, b_x3.to(pool.dtype.element_ty), mask=m_d & m_s)
+        column = shift + i + 3
+        m_s = m_d & (i + 3 < rows) & (column >= 0) & (column < columns)
+        tl.store(p_line + column * stride_pc, b_x3.to(pool.dtype.element_ty), mask=m_s)
         b_h3 = b_x1
         b_h2 = b_x2
         b_h1 = b_x3
         p_x += 4 * stride_xt
         p_o += 4 * stride_ot
-
-
+    tl.store(p_line + (shift - 3) * stride_pc, b_g3.to(pool.dtype.element_ty), mask=m_d & (shift >= 3))
+    tl.store(p_line + (shift - 2) * stride_pc, b_g2.to(pool.dtype.element_ty), mask=m_d & (shift >= 2))
+    tl.store(p_line + (shift - 1) * stride_pc, b_g1.to(pool.dtype.element_ty), mask=m_d & (shift >= 1))
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
     query_start_loc: torch.Tensor | None, pool: torch.Tensor, cache_indices: torch.Tensor | None,
     has_initial_state: torch.Tensor | None, num_accepted: torch.Tensor | None,
     seqs: int, pad_slot: int = -1, *,
-    silu: bool = True, num_warps: int = 1, num_stages: int = 1,
+    silu: bool = True, num_warps: int = 2, num_stages: int = 1,
 ):
     """Run one step of ``seqs`` rows.
 
@@ -165,7 +164,7 @@ def launch(
     conv_update_kernel[grid](
         x, weight, bias, out, query_start_loc, pool, cache_indices, has_initial_state, num_accepted,
         x.shape[1], dim, pool.shape[1], pool.shape[0], pad_slot,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1), weight.stride(0), pool.stride(0), pool.stride(1),
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), weight.stride(0), weight.stride(1), pool.stride(0), pool.stride(1),
         0 if cache_indices is None else cache_indices.stride(0), 0 if num_accepted is None else num_accepted.stride(0),
-        SILU=silu, num_warps=num_warps, num_stages=num_stages,
+        SILU=silu, ROWWISE=weight.stride(1) == 1, num_warps=num_warps, num_stages=num_stages,
     )

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__bk128
-# inputs:   a8fe5f7b3118333fdeabae28de0c2be257ebe46e08d618c4e64694c247104e73
+# inputs:   c10f00c6ba1e0e6ead299f281a9286de92479cc6a75b1403f48506ed9fcdf245
 
 """Prefill, first kernel: all of a chunk that does not depend on the state (KDA's chunk form).
 
@@ -50,6 +50,16 @@ def _log2_decay(b_g, p_bias, b_a, lower_bound, m_k):
     b_s = tl.rsqrt(c + c * tl.exp2(b_a * b_g + (b_a * b_bias)[None, :]))
     return -(b_s * b_s)
 @triton.jit
+def _strength(p_beta, m_r, beta_scale, SIGMOID_BETA: tl.constexpr):
+    """[C] beta, 0 on padding rows."""
+    b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
+    if SIGMOID_BETA:
+        b_beta = tl.rsqrt(1.0 + tl.exp2(b_beta * -1.4426950408889634))  # a root of the sigmoid: no division
+        b_beta = beta_scale * (b_beta * b_beta)
+    return tl.where(m_r, b_beta, 0.0)
+
+
+@triton.jit
 def _sums(p_matrix, b_gate):
     """[C, C] x [C, BK]: sums of decays over the rows that a matrix selects, in fp32."""
     return tl.dot(tl.load(p_matrix), b_gate)
@@ -76,18 +86,14 @@ def prepare_kernel(
     if t_0 < 0:  # past the end of a bounded table
         return
     r = tl.arange(0, C)
-    m_r = r < tl.load(chunk_table + i_row * 4 + 1)  # rows of this sequence
+    valid = tl.load(chunk_table + i_row * 4 + 1)  # rows of this sequence
+    m_r = r < valid
     i_tile = (i_row - slot_base).to(tl.int64) * HV + i_hv
     ri = r[:, None]
     cj = tl.arange(0, C)[None, :]
     xor = ri ^ cj  # its highest bit is the level on which rows i and j meet
     o_cc = ri * C + cj
 
-    # beta_i, 0 on padding rows
-    b_beta = tl.load(beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t, mask=m_r, other=0.0).to(tl.float32)
-    if SIGMOID_BETA:
-        b_beta = beta_scale * tl.sigmoid(b_beta)
-    b_beta = tl.where(m_r, b_beta, 0.0)
     b_a = 1.0
     if A_log is not None:
         b_a = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
@@ -137,25 +143,34 @@ def prepare_kernel(
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 32, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 32, tl.dot(b_q * b_half, b_there), b_dqk)
+    p_beta = beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t
+    b_beta = _strength(p_beta, m_r, beta_scale, SIGMOID_BETA)
     tl.store(aqk + i_tile * (C * C) + o_cc, tl.where(ri >= cj, b_dqk, 0.0).to(tl.bfloat16))
     b_l = tl.where(ri > cj, b_dkk * b_beta[:, None], 0.0).to(tl.float16)  # Akk, strictly lower
-    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution
+    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution. Rows i and j meet on level s
+    # where s <= i ^ j < 2 s, which is (i ^ j ^ s) < s
     b_x = tl.where(ri == cj, 1.0, 0.0) - tl.where(xor == 1, b_l.to(tl.float32), 0.0)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 2) & (xor < 4), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 2) < 2, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 4) & (xor < 8), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 4) < 4, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 8) & (xor < 16), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 8) < 8, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 16) & (xor < 32), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 16) < 16, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 32) & (xor < 64), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 32) < 32, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
+    # the table again: cheaper than to keep rows, masks and offsets in registers all through the inverse
+    t_0 = tl.load(chunk_table + i_row * 4).to(tl.int64)
+    valid = tl.load(chunk_table + i_row * 4 + 1)
+    m_r = r < valid
+    j = tl.arange(0, C)
+    b_beta = _strength(beta + t_0 * sbeta_t + i_hv * sbeta_h + j * sbeta_t, j < valid, beta_scale, SIGMOID_BETA)
     b_x = (b_x * b_beta[None, :]).to(tl.bfloat16)  # X diag(beta)
 
     # w = X (beta k 2^G)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__bk128
-# inputs:   ac0217dcd0fe325f62bfda7c8e2bd924cd6e75b9f21daa38ad6fb06fd76392a0
+# inputs:   83ad016af1dd90acea958553f49cfcca1f37c9f13381615e0054930a9763301b
 
 """Prefill, first kernel: all of a chunk that does not depend on the state (KDA's chunk form).
 
@@ -19,17 +19,17 @@ SPEC = {'family': 'prefill_prepare', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': '
 SCHEDULE = {'bk': 128}
 
 def matrices(device) -> torch.Tensor:
-    """[7, C, C]: the 0/1 matrices whose products with the gate are sums of decays; to be made once a device.
+    """[8, C, C]: the 0/1 matrices whose products with the gate are sums of decays; to be made once a device.
 
     0: j <= i, so G;  1: j > i, so G_last - G.
-    2, 3, 4, 5, 6: levels s = 32, 16, 8, 4, 2. R is G of the last row of the lower half of a parent of 2s rows: G - R in the
+    2, 3, 4, 5, 6, 7: levels s = 32, 16, 8, 4, 2, 1. R is G of the last row of the lower half of a parent of 2s rows: G - R in the
     upper half, R - G in the lower one.
     The gate is multiplied by 32, to keep the bits of slow decays in half precision; the matrices by its inverse.
     """
     i = torch.arange(64, device=device)[:, None]
     j = torch.arange(64, device=device)[None, :]
     found = [j <= i, j > i]
-    for s in [32, 16, 8, 4, 2]:
+    for s in [32, 16, 8, 4, 2, 1]:
         middle = i // (2 * s) * (2 * s) + s  # first row of the upper half
         found.append(torch.where(i >= middle, (j >= middle) & (j <= i), (j > i) & (j < middle)))
     return (torch.stack(found) * 0.03125).to(torch.float16)
@@ -42,11 +42,26 @@ def _log2_decay(b_g, p_bias, b_a, lower_bound, m_k):
     b_bias = tl.zeros([128], tl.float32)
     if p_bias is not None:
         b_bias = tl.load(p_bias, mask=m_k, other=0.0).to(tl.float32)
-    # -a softplus(x), softplus(x) = ln 2 log2(1 + 2^z): the series where 1 + 2^z would lose bits, z itself where it is large
+    # -a softplus(x) log2 e = -a (max(z, 0) + log2(1 + t)), z = x log2 e, t = 2^-|z|; log2(1 + t) / t by a polynomial, for a
+    # library's log2 is thirty instructions
     b_z = b_g * 1.4426950408889634 + (b_bias * 1.4426950408889634)[None, :]
-    b_y = tl.exp2(tl.minimum(b_z, 126.0))
-    b_soft = tl.where(b_y < 0.002, b_y * (1.4426950408889634 - 0.7213475204444817 * b_y), tl.log2(1.0 + b_y))
-    return tl.maximum(b_a * -32.0 * tl.maximum(b_z, b_soft), -64000.0)
+    b_t = tl.exp2(-tl.abs(b_z))
+    b_p = -0.034435905516147614 * b_t + 0.1460328847169876
+    b_p = b_p * b_t + -0.3030362129211426
+    b_p = b_p * b_t + 0.4691740572452545
+    b_p = b_p * b_t + -0.7204261422157288
+    b_p = b_p * b_t + 1.4426828622817993
+    return tl.maximum(b_a * -32.0 * (b_p * b_t + tl.maximum(b_z, 0.0)), -64000.0)
+@triton.jit
+def _strength(p_beta, m_r, beta_scale, SIGMOID_BETA: tl.constexpr):
+    """[C] beta, 0 on padding rows."""
+    b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
+    if SIGMOID_BETA:
+        b_beta = tl.rsqrt(1.0 + tl.exp2(b_beta * -1.4426950408889634))  # a root of the sigmoid: no division
+        b_beta = beta_scale * (b_beta * b_beta)
+    return tl.where(m_r, b_beta, 0.0)
+
+
 @triton.jit
 def _sums(p_matrix, b_gate):
     """[C, C] x [C, BK]: sums of decays over the rows that a matrix selects, in fp32."""
@@ -74,18 +89,14 @@ def prepare_kernel(
     if t_0 < 0:  # past the end of a bounded table
         return
     r = tl.arange(0, C)
-    m_r = r < tl.load(chunk_table + i_row * 4 + 1)  # rows of this sequence
+    valid = tl.load(chunk_table + i_row * 4 + 1)  # rows of this sequence
+    m_r = r < valid
     i_tile = (i_row - slot_base).to(tl.int64) * HV + i_hv
     ri = r[:, None]
     cj = tl.arange(0, C)[None, :]
     xor = ri ^ cj  # its highest bit is the level on which rows i and j meet
     o_cc = ri * C + cj
 
-    # beta_i, 0 on padding rows
-    b_beta = tl.load(beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t, mask=m_r, other=0.0).to(tl.float32)
-    if SIGMOID_BETA:
-        b_beta = beta_scale * tl.sigmoid(b_beta)
-    b_beta = tl.where(m_r, b_beta, 0.0)
     b_a = 1.0
     if A_log is not None:
         b_a = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
@@ -122,11 +133,15 @@ def prepare_kernel(
     b_decay = tl.exp2(_sums(matrices + o_cc, b_gate)).to(tl.bfloat16)
     tl.store(qg + i_tile * 8192 + o_ck, b_q * b_decay)
     b_kx = b_k * b_decay
-    # rows i = j: no decay; level 1, rows 2m + 1 with 2m: the decay of row 2m + 1 itself
-    b_there = tl.trans(b_k)
-    b_here = tl.exp2(b_gate.to(tl.float32) * 0.03125).to(tl.bfloat16)
-    b_dkk = tl.dot(b_k * b_here, b_there)  # [C, C]
-    b_dqk = tl.where(xor >= 1, tl.dot(b_q * b_here, b_there), tl.dot(b_q, b_there))
+    # rows i = j: no decay
+    b_dkk = 0.0
+    b_dqk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)[:, None]
+    # level 1: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
+    b_half = tl.exp2(_sums(matrices + 28672 + o_cc, b_gate)).to(tl.bfloat16)
+    b_here = b_k * b_half
+    b_there = tl.trans(b_here)
+    b_dkk = tl.where(xor >= 1, tl.dot(b_here, b_there), b_dkk)
+    b_dqk = tl.where(xor >= 1, tl.dot(b_q * b_half, b_there), b_dqk)
     # level 2: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
     b_half = tl.exp2(_sums(matrices + 24576 + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
@@ -157,25 +172,34 @@ def prepare_kernel(
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 32, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 32, tl.dot(b_q * b_half, b_there), b_dqk)
+    p_beta = beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t
+    b_beta = _strength(p_beta, m_r, beta_scale, SIGMOID_BETA)
     tl.store(aqk + i_tile * (C * C) + o_cc, tl.where(ri >= cj, b_dqk, 0.0).to(tl.bfloat16))
     b_l = tl.where(ri > cj, b_dkk * b_beta[:, None], 0.0).to(tl.float16)  # Akk, strictly lower
-    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution
+    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution. Rows i and j meet on level s
+    # where s <= i ^ j < 2 s, which is (i ^ j ^ s) < s
     b_x = tl.where(ri == cj, 1.0, 0.0) - tl.where(xor == 1, b_l.to(tl.float32), 0.0)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 2) & (xor < 4), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 2) < 2, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 4) & (xor < 8), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 4) < 4, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 8) & (xor < 16), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 8) < 8, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 16) & (xor < 32), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 16) < 16, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
     b_xh = b_x.to(tl.float16)
-    b_y = tl.dot(b_xh, tl.where((xor >= 32) & (xor < 64), b_l, 0.0))
+    b_y = tl.dot(b_xh, tl.where((xor ^ 32) < 32, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
+    # the table again: cheaper than to keep rows, masks and offsets in registers all through the inverse
+    t_0 = tl.load(chunk_table + i_row * 4).to(tl.int64)
+    valid = tl.load(chunk_table + i_row * 4 + 1)
+    m_r = r < valid
+    j = tl.arange(0, C)
+    b_beta = _strength(beta + t_0 * sbeta_t + i_hv * sbeta_h + j * sbeta_t, j < valid, beta_scale, SIGMOID_BETA)
     b_x = (b_x * b_beta[None, :]).to(tl.bfloat16)  # X diag(beta)
 
     # w = X (beta k 2^G)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__bv128
-# inputs:   9124de65fe09f688a6230cf30618b7a2b0635f191c51fb1a7e7dbf8757625ad0
+# inputs:   eabab465c20d5e71e8eb04be998bfe1de799f69c7cbcb8efb3d4915ac7bfbe4f
 
 """Prefill, second kernel: the state over the chunks of each sequence, and the outputs (KDA's chunk form).
 
@@ -27,19 +27,19 @@ def _walk(b_h, i_lo, i_hi, i_v, i_hv, HV, slot_base, t_0, eos, qg, kg, w, u, aqk
     o_cc = r[None, :] * C + r[:, None]  # [C, C] transposed
     for i_c in tl.range(i_lo, i_hi, num_stages=STAGES):
         i_tile = (i_c - slot_base).to(tl.int64) * HV + i_hv
-        b_w = tl.load(w + i_tile * 8192 + o_kc)
-        b_u = tl.load(u + i_tile * 8192 + o_vc)
-        b_qg = tl.load(qg + i_tile * 8192 + o_kc)
-        b_aqk = tl.load(aqk + i_tile * (C * C) + o_cc)
-        b_kg = tl.load(kg + i_tile * 8192 + o_ck)
-        b_dec = tl.load(dec + i_tile * 128 + d)
         # v' = u - w S, [BV, C]
         b_hh = b_h.to(tl.bfloat16)
+        b_w = tl.load(w + i_tile * 8192 + o_kc)
+        b_u = tl.load(u + i_tile * 8192 + o_vc)
         b_v = (b_u.to(tl.float32) - tl.dot(b_hh, b_w)).to(tl.bfloat16)
         # o = qg S + Aqk v', [BV, C]
+        b_qg = tl.load(qg + i_tile * 8192 + o_kc)
         b_o = tl.dot(b_hh, b_qg)
+        b_aqk = tl.load(aqk + i_tile * (C * C) + o_cc)
         b_o = tl.dot(b_v, b_aqk, b_o)
         # S <- diag(2^G_last) S + kg^T v'
+        b_kg = tl.load(kg + i_tile * 8192 + o_ck)
+        b_dec = tl.load(dec + i_tile * 128 + d)
         b_h = tl.dot(b_v, b_kg, b_h * b_dec[None, :])
         t = t_0 + (i_c - i_lo) * C + r
         m_o = (t < eos)[None, :]

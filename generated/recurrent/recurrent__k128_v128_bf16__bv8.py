@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_bf16__bv8
-# inputs:   b49621a767dca350177924918df56a69944e697dee06fe806d414cefc61bf53e
+# inputs:   b6ad38da0dd66b767597906db8db95f833b58f34d4a5efacf29eb36ab8bba80b
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -61,6 +61,16 @@ def delta_step(b_s, b_q, b_k, b_v, b_g, b_beta):
     return b_s, tl.sum(b_s * b_q[None, :], 1)  # o = scale S^T q
 
 
+@triton.jit
+def load_token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, more):
+    """q, k, v, g, beta of one token; zeros, without access, if there is no such token."""
+    b_q = tl.load(p_q, mask=m_k & more, other=0)
+    b_k = tl.load(p_k, mask=m_k & more, other=0)
+    b_v = tl.load(p_v, mask=m_v & more, other=0)
+    b_g = tl.load(p_g, mask=m_k & more, other=0)
+    return b_q, b_k, b_v, b_g, tl.load(p_beta, mask=more, other=0)
+
+
 # batch, sequence and token counts differ from step to step: no new binary for them
 @triton.jit(do_not_specialize=["T", "slots", "pad_slot", "beta_b", "beta_t", "beta_h", "index_n", "index_t"])
 def recurrent_kernel(
@@ -89,7 +99,8 @@ def recurrent_kernel(
     m_k = d_k < K
     m_v = d_v < V
 
-    # the state to start from: the sequence's own, or the slot that the index table names
+    # the state to start from: the sequence's own, or the slot that the index table names. Its address comes from memory,
+    # so the first token's loads go out before it and the state's after it
     i_s = i_n
     m_s = m_k[None, :] & m_v[:, None]  # [BV, BK]
     if state_indices is not None:
@@ -99,14 +110,6 @@ def recurrent_kernel(
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live
-    d_s = i_hv * (K * V) + d_v[:, None] * K + d_k[None, :]
-    if h0 is None:
-        b_s = tl.zeros([BV, BK], tl.float32)
-    elif has_initial is None:
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0).to(tl.float32)
-    else:
-        m_initial = m_s & (tl.load(has_initial + i_n) != 0)
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
 
     # the sequence's tokens, clamped to those that exist
     if ONE_TOKEN:
@@ -125,6 +128,7 @@ def recurrent_kernel(
     p_g = g + i_b * g_b + bos * g_t + i_hv * g_h + d_k
     p_beta = beta + i_b * beta_b + bos * beta_t + i_hv * beta_h
     p_o = o + i_b * o_b + bos * o_t + i_hv * o_h + d_v
+    x_q, x_k, x_v, x_g, x_beta = load_token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, n_t > 0)
     if RAW_GATE:
         b_a = 1.0
         if A_log is not None:
@@ -132,12 +136,24 @@ def recurrent_kernel(
         if dt_bias is not None:
             b_bias = tl.load(dt_bias + i_hv * K + d_k, mask=m_k, other=0).to(tl.float32)
 
+    d_s = i_hv * (K * V) + d_v[:, None] * K + d_k[None, :]
+    if h0 is None:
+        b_s = tl.zeros([BV, BK], tl.float32)
+    elif has_initial is None:
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0).to(tl.float32)
+    else:
+        m_initial = m_s & (tl.load(has_initial + i_n) != 0)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
+
     for i_t in range(n_t):
-        b_q = tl.load(p_q, mask=m_k, other=0).to(tl.float32)
-        b_k = tl.load(p_k, mask=m_k, other=0).to(tl.float32)
-        b_v = tl.load(p_v, mask=m_v, other=0).to(tl.float32)
-        b_g = tl.load(p_g, mask=m_k, other=0).to(tl.float32)
-        b_beta = tl.load(p_beta).to(tl.float32)
+        b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
+        b_g, b_beta = x_g.to(tl.float32), x_beta.to(tl.float32)
+        p_q += q_t
+        p_k += k_t
+        p_v += v_t
+        p_g += g_t
+        p_beta += beta_t
+        x_q, x_k, x_v, x_g, x_beta = load_token(p_q, p_k, p_v, p_g, p_beta, m_k, m_v, i_t + 1 < n_t)  # the next one
         if L2NORM:
             b_q = l2norm(b_q)
             b_k = l2norm(b_k)
@@ -156,11 +172,6 @@ def recurrent_kernel(
             i_w = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
             m_w = m_s & (i_w >= 0) & (i_w < slots) & (i_w != pad_slot)
             tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w)
-        p_q += q_t
-        p_k += k_t
-        p_v += v_t
-        p_g += g_t
-        p_beta += beta_t
         p_o += o_t
 
     if COLUMNS == 0 and ht is not None:
@@ -169,35 +180,42 @@ def recurrent_kernel(
         tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s)
 
 
-def strides(q, k, v, g, beta, o, h0, ht, state_indices):
-    """The 22 strides that the kernel takes, in elements; the same for all tensors of the same layout."""
+def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_slot):
+    """All that follows the pointers in the kernel's signature, up to its constants; the same for tensors of one layout."""
     per_token = [stride for tensor in (q, k, v, g, beta, o) for stride in tensor.stride()[:3]]
     index = (0, 0) if state_indices is None else (*state_indices.stride(), 0)[:2]
-    return (*per_token, 0 if h0 is None else h0.stride(0), 0 if ht is None else ht.stride(0), *index)
+    slots = 0 if ht is None else ht.shape[0]
+    return (
+        scale, lower_bound, q.shape[1], slots, pad_slot, *per_token,
+        0 if h0 is None else h0.stride(0), 0 if ht is None else ht.stride(0), *index,
+    )
+
+
+def programs(N, HV):
+    return N * HV * 16
 
 
 def launch(
     q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, state_indices, num_accepted, has_initial, scale, lower_bound,
-    *, pad_slot=-1, raw_gate=True, l2norm=True, beta_sigmoid=True, beta_scale=1.0, layout=None,
+    *, pad_slot=-1, raw_gate=True, l2norm=True, beta_sigmoid=True, beta_scale=1.0,
     num_warps=1, num_stages=1,
 ):
-    """Launch on the current device and stream.
+    """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
     q, k [B, T, H, 128], v, o [B, T, HV, 128], g [B, T, HV, 128], beta [B, T, HV], last dimensions
     contiguous (beta: any strides), q, k, v, o bf16; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
-    h0, ht [N or slots, HV, 128, 128] fp32, bf16 or fp16, or None, contiguous but for the first stride;
-    cu_seqlens [N+1], or None: one sequence a batch row; state_indices [N] or [N, COLUMNS] integers, or None; num_accepted
-    [N], has_initial [N], contiguous, or None; lower_bound None: softplus gate. layout: what ``strides`` gave, if kept.
+    h0, ht [N or slots, HV, 128, 128] fp32, or None, contiguous but for the
+    first stride; cu_seqlens [N+1], or None: one sequence a batch row; state_indices [N] or [N, COLUMNS] integers, or None;
+    num_accepted [N], has_initial [N], contiguous, or None; lower_bound None: softplus gate.
     """
-    B, T, H, _ = q.shape
+    _, T, H, _ = q.shape
     HV = v.shape[2]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    slots = 0 if ht is None else ht.shape[0]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if N == 0:
-        return
-    recurrent_kernel[(N * HV * 16,)](
+        return None
+    return recurrent_kernel[(programs(N, HV),)](
         q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, state_indices, num_accepted, has_initial,
-        scale, lower_bound, T, slots, pad_slot, *(layout or strides(q, k, v, g, beta, o, h0, ht, state_indices)),
+        *scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_slot),
         H=H, HV=HV, COLUMNS=state_indices.shape[1] if state_indices is not None and state_indices.dim() == 2 else 0,
         ONE_TOKEN=T == 1 and cu_seqlens is None, RAW_GATE=raw_gate, L2NORM=l2norm, BETA_SIGMOID=beta_sigmoid,
         BETA_SCALE=beta_scale, num_warps=num_warps, num_stages=num_stages,

@@ -43,7 +43,7 @@ def rmsnorm_kernel(
 
 def launch(
     o, z, weight, out, eps, *, rows, heads, strides,
-    num_warps=4, num_stages=1,
+    num_warps=1, num_stages=1,
 ):
     """Write ``out``: o, z, out of ``rows`` rows of 128 with unit stride, weight [128] contiguous; any float dtypes.
 

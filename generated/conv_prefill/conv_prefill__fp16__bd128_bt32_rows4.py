@@ -1,21 +1,21 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: conv_prefill.py.j2
-# variant:  conv_prefill__fp32__bd256_bt32_rows8
-# inputs:   0540397776e5e1f105ae94141ebe58ac16952c5dbf8ec11adc2782a2a480a0e4
+# variant:  conv_prefill__fp16__bd128_bt32_rows4
+# inputs:   b0e434475836a16d51707d288fb3478cdf34c8062aff20e4ca71dfa18f258f6d
 
 """Depthwise causal convolution of width 4 over packed sequences, with bias and SiLU, and the new conv state.
 
 y[t, d] = act(bias[d] + sum_w weight[d, w] * x[t - 3 + w, d]), fp32 sums. A program takes one block of tokens of one
-sequence and 256 channels; it walks down the tokens with the last 3 rows in registers, 8 loads in flight.
+sequence and 128 channels; it walks down the tokens, 4 rows at a time, with the last 3 rows in registers.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'conv_prefill', 'dtype': 'fp32'}
-SCHEDULE = {'bd': 256, 'bt': 32, 'rows': 8}
-BD = tl.constexpr(256)
+SPEC = {'family': 'conv_prefill', 'dtype': 'fp16'}
+SCHEDULE = {'bd': 128, 'bt': 32, 'rows': 4}
+BD = tl.constexpr(128)
 
 
 @triton.jit
@@ -50,12 +50,32 @@ def conv_prefill_kernel(
     cu_seqlens, batch_ptr, block_ptr,              # [N + 1] or None; the schedule, int32 [programs], or None
     pool, cache_indices, has_initial_state,        # [slots, >= 3, D], [N], [N] bool, each may be None
     seqs, tokens, dim, block_m, slots, pad_slot,
-    stride_xb, stride_xt, stride_ob, stride_ot, stride_wd, stride_ps, stride_pc, stride_ci,
+    stride_xb, stride_xt, stride_ob, stride_ot, stride_wd, stride_ww, stride_ps, stride_pc, stride_ci,
     SILU: tl.constexpr,
+    ROWWISE: tl.constexpr,                         # whether a channel's taps lie side by side in memory
     INITIAL: tl.constexpr,                         # whether old lines are read: those of has_initial_state, or all
+    STAGES: tl.constexpr,                          # groups of 4 rows under way: being loaded, or summed
 ):
     n_d = tl.cdiv(dim, BD)
     i_b, i_d = tl.program_id(0) // n_d, tl.program_id(0) % n_d
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < dim
+
+    # [BD] fp32 each: the taps, oldest first.
+    if ROWWISE:
+        b_w = tl.load(weight + o_d[:, None] * stride_wd + tl.arange(0, 4)[None, :], mask=m_d[:, None], other=0.0).to(tl.float32)
+        b_even, b_odd = tl.split(tl.reshape(b_w, [BD, 2, 2]))
+        b_w0, b_w2 = tl.split(b_even)
+        b_w1, b_w3 = tl.split(b_odd)
+    else:
+        b_w0 = tl.load(weight + o_d * stride_wd + 0 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w1 = tl.load(weight + o_d * stride_wd + 1 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w2 = tl.load(weight + o_d * stride_wd + 2 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+        b_w3 = tl.load(weight + o_d * stride_wd + 3 * stride_ww, mask=m_d, other=0.0).to(tl.float32)
+    if bias is None:
+        b_bias = tl.zeros([BD], dtype=tl.float32)
+    else:
+        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
 
     # This program's sequence and its block of tokens there.
     if cu_seqlens is None:
@@ -80,8 +100,6 @@ def conv_prefill_kernel(
     if (rows <= 0) | (i_t < 0):
         return
 
-    o_d = i_d * BD + tl.arange(0, BD)
-    m_d = o_d < dim
     p_x += first * stride_xt + o_d
     p_o += first * stride_ot + o_d
 
@@ -106,19 +124,12 @@ def conv_prefill_kernel(
             known = i_t == 0
             if has_initial_state is not None:
                 known = known & tl.load(has_initial_state + i_n).to(tl.int1)
-            b_h3 += tl.load(p_line + 0 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
-            b_h2 += tl.load(p_line + 1 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
-            b_h1 += tl.load(p_line + 2 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
-    # [BD] fp32 each: the taps, oldest first.
-    b_w0 = tl.load(weight + o_d * stride_wd + 0, mask=m_d, other=0.0).to(tl.float32)
-    b_w1 = tl.load(weight + o_d * stride_wd + 1, mask=m_d, other=0.0).to(tl.float32)
-    b_w2 = tl.load(weight + o_d * stride_wd + 2, mask=m_d, other=0.0).to(tl.float32)
-    b_w3 = tl.load(weight + o_d * stride_wd + 3, mask=m_d, other=0.0).to(tl.float32)
-    if bias is None:
-        b_bias = tl.zeros([BD], dtype=tl.float32)
-    else:
-        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
-
+            b_g = tl.load(p_line + 0 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
+            b_h3 = tl.where(known, b_g, b_h3)
+            b_g = tl.load(p_line + 1 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
+            b_h2 = tl.where(known, b_g, b_h2)
+            b_g = tl.load(p_line + 2 * stride_pc, mask=m_d & known, other=0.0).to(tl.float32)
+            b_h1 = tl.where(known, b_g, b_h1)
     # The new state, by the sequence's first block: the last 3 rows of (old line, x).
     if pool is not None:
         if i_t == 0:
@@ -135,15 +146,11 @@ def conv_prefill_kernel(
             last = length - 1        # the token that column 2 keeps; below 0: a row of the old line
             b_s = tl.load(p_x + last * stride_xt, mask=m_d & (last >= 0), other=0.0).to(tl.float32)
             tl.store(p_line + 2 * stride_pc, b_s.to(pool.dtype.element_ty), mask=m_d)
-    for i in range(0, rows, 8):
+    for i in tl.range(0, rows, 4, num_stages=STAGES):
         b_x0 = tl.load(p_x + 0 * stride_xt, mask=m_d & (i + 0 < rows), other=0.0)
         b_x1 = tl.load(p_x + 1 * stride_xt, mask=m_d & (i + 1 < rows), other=0.0)
         b_x2 = tl.load(p_x + 2 * stride_xt, mask=m_d & (i + 2 < rows), other=0.0)
         b_x3 = tl.load(p_x + 3 * stride_xt, mask=m_d & (i + 3 < rows), other=0.0)
-        b_x4 = tl.load(p_x + 4 * stride_xt, mask=m_d & (i + 4 < rows), other=0.0)
-        b_x5 = tl.load(p_x + 5 * stride_xt, mask=m_d & (i + 5 < rows), other=0.0)
-        b_x6 = tl.load(p_x + 6 * stride_xt, mask=m_d & (i + 6 < rows), other=0.0)
-        b_x7 = tl.load(p_x + 7 * stride_xt, mask=m_d & (i + 7 < rows), other=0.0)
         b_y = convolve(b_h3, b_h2, b_h1, b_x0, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 0 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 0 < rows))
         b_y = convolve(b_h2, b_h1, b_x0, b_x1, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
@@ -152,19 +159,11 @@ def conv_prefill_kernel(
         tl.store(p_o + 2 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 2 < rows))
         b_y = convolve(b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
         tl.store(p_o + 3 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 3 < rows))
-        b_y = convolve(b_x1, b_x2, b_x3, b_x4, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
-        tl.store(p_o + 4 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 4 < rows))
-        b_y = convolve(b_x2, b_x3, b_x4, b_x5, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
-        tl.store(p_o + 5 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 5 < rows))
-        b_y = convolve(b_x3, b_x4, b_x5, b_x6, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
-        tl.store(p_o + 6 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 6 < rows))
-        b_y = convolve(b_x4, b_x5, b_x6, b_x7, b_w0, b_w1, b_w2, b_w3, b_bias, SILU)
-        tl.store(p_o + 7 * stride_ot, b_y.to(out.dtype.element_ty), mask=m_d & (i + 7 < rows))
-        b_h3 = b_x5.to(tl.float32)
-        b_h2 = b_x6.to(tl.float32)
-        b_h1 = b_x7.to(tl.float32)
-        p_x += 8 * stride_xt
-        p_o += 8 * stride_ot
+        b_h3 = b_x1.to(tl.float32)
+        b_h2 = b_x2.to(tl.float32)
+        b_h1 = b_x3.to(tl.float32)
+        p_x += 4 * stride_xt
+        p_o += 4 * stride_ot
 
 
 def launch(
@@ -173,23 +172,23 @@ def launch(
     pool: torch.Tensor | None, cache_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None,
     seqs: int, tokens: int, programs: int, pad_slot: int = -1, *,
     silu: bool = True, initial: bool = True, block_m: int = 32,
-    num_warps: int = 1, num_stages: int = 1,
+    num_warps: int = 1, num_stages: int = 3,
 ):
     """Run the kernel on ``programs`` token blocks of ``block_m`` tokens.
 
-    x, out [B, T, D] fp32, unit stride along D; weight [D, 4] and bias [D] of any float dtype; cu_seqlens [N + 1] with B = 1,
+    x, out [B, T, D] fp16, unit stride along D; weight [D, 4] and bias [D] of any float dtype; cu_seqlens [N + 1] with B = 1,
     or None for B sequences of ``tokens`` = T tokens. batch_ptr, block_ptr int32 [>= programs]: the schedule; None searches
     cu_seqlens instead, with programs = T // block_m + N. pool [slots, >= 3, D], unit stride along D, changed in place:
     the line of sequence n at cache_indices[n], or n; a slot that is pad_slot or outside the pool is padding. With
     ``initial`` the lines of has_initial_state [N] bool, or all, hold a history.
     """
     dim = x.shape[-1]
-    grid = (programs * ((dim + 255) // 256),)
+    grid = (programs * ((dim + 127) // 128),)
     conv_prefill_kernel[grid](
         x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, pool, cache_indices, has_initial_state,
         seqs, tokens, dim, block_m, 0 if pool is None else pool.shape[0], pad_slot,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1), weight.stride(0),
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), weight.stride(0), weight.stride(1),
         0 if pool is None else pool.stride(0), 0 if pool is None else pool.stride(1),
         0 if cache_indices is None else cache_indices.stride(0),
-        SILU=silu, INITIAL=initial, num_warps=num_warps, num_stages=num_stages,
+        SILU=silu, ROWWISE=weight.stride(1) == 1, INITIAL=initial, STAGES=num_stages, num_warps=num_warps, num_stages=num_stages,
     )

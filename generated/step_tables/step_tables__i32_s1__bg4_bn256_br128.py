@@ -1,0 +1,139 @@
+# Rendered by kdagen: edit the template and run `kdagen render`, not this file.
+# template: step_tables.py.j2
+# variant:  step_tables__i32_s1__bg4_bn256_br128
+# inputs:   0075d51ed97c3578b709dd6951d0ab26fbd961a695a8d56fd5b38d293115eb07
+
+"""Step tables: which sequence, and which part of it, each program of a step works on.
+
+A table lists the parts of all sequences, sequence-major: a sequence of L tokens has ceil(L / block) parts, and each row is
+(sequence, part of that sequence). One launch, from one read of the boundaries, writes
+ - 1 schedule of the short convolution, of any block size.
+The programs of all tables lie one after another on grid axis 0, and each owns 128 rows of one table: one long sequence
+and many short ones are spread over the device alike. Rows past a table's true count are -1. Nothing is written past a
+table's end, whatever the boundaries hold.
+"""
+
+import triton
+import triton.language as tl
+
+SPEC = {'family': 'step_tables', 'dtype': 'i32', 'schedules': 1}
+SCHEDULE = {'bg': 4, 'bn': 256, 'br': 128}
+
+ROWS = 128  # rows of a table that one program owns
+
+
+@triton.jit
+def _programs(n_rows, ROWS: tl.constexpr):
+    return tl.maximum(tl.cdiv(n_rows, ROWS), 1)
+
+
+@triton.jit
+def _join(begins_a, row_a, begins_b, row_b):
+    return begins_a + begins_b, tl.maximum(row_a, row_b)
+
+
+@triton.jit
+def _parts(cu_seqlens, o_s, n_seqs, block):
+    """Parts of the sequences o_s; 0 for those past the last."""
+    m_s = o_s < n_seqs
+    b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
+    b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
+    return (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block
+
+
+@triton.jit
+def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
+    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
+
+    A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
+    offsets of the sequences that begin on its rows. Sequence n_seqs stands for the end: the row it begins on is the count.
+    """
+    SEQS: tl.constexpr = 256  # sequences in a group
+    GROUPS: tl.constexpr = 4  # groups that are passed over at a time
+    r_0 = i_b * ROWS
+    i_s = 0  # sequences passed, all of which end before row r_0 at first
+    total = 0  # their parts
+    if (n_seqs >= SEQS) & (i_b > 0):
+        b_end = 0
+        o_g = tl.arange(0, GROUPS)
+        for i_g in range(0, n_seqs, GROUPS * SEQS):
+            o_s = i_g + o_g[:, None] * SEQS + tl.arange(0, SEQS)[None, :]
+            b_ends = b_end + tl.cumsum(tl.sum(_parts(cu_seqlens, o_s, n_seqs, block), 1), 0)  # [GROUPS] rows
+            m_g = b_ends < r_0
+            # how far the groups before row r_0 reach, in sequences and in rows, and the last of all: in one reduction
+            b_pair = tl.join(tl.where(m_g, i_g + (o_g + 1) * SEQS, 0), tl.where(m_g, b_ends, 0))
+            b_reach, b_last = tl.split(tl.max(tl.join(b_pair, tl.join(b_ends, b_ends)), 0))
+            b_seqs, b_rows = tl.split(b_reach)
+            i_s, total, b_end = tl.maximum(i_s, b_seqs), tl.maximum(total, b_rows), tl.max(b_last, 0)
+
+    r_end = r_0 + ROWS
+    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
+        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
+    b_begins = tl.where(tl.arange(0, ROWS) == 0, i_s, 0)  # [ROWS] sequences that begin on a row; row 0: or before it
+    latest = 0  # the row on which the last one up to row r_0 begins
+    while (i_s <= n_seqs) & (total < r_end):
+        o_s = i_s + tl.arange(0, SEQS)
+        m_s = o_s <= n_seqs
+        b_parts = _parts(cu_seqlens, o_s, n_seqs, block)  # [SEQS]
+        b_ends = total + tl.cumsum(b_parts, 0)
+        b_first = b_ends - b_parts  # [SEQS] the row on which each begins
+        m_here = m_s & (b_first >= r_0) & (b_first < r_end)
+        if offsets is not None:
+            tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
+        if count is not None:
+            tl.store(count + o_s * 0, b_first, mask=m_here & (o_s == n_seqs))
+        b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=m_s & (b_first < r_0 + ROWS))
+        # two maxima in one reduction
+        b_pair = tl.max(tl.join(b_ends, tl.where(m_s & (b_first <= r_0), b_first, 0)), 0)
+        total, b_latest = tl.split(b_pair)
+        latest = tl.maximum(latest, b_latest)
+        i_s += SEQS
+
+    # a row belongs to the last sequence that begins on it or before it; the others that begin there are empty
+    o_r = r_0 + tl.arange(0, ROWS)
+    b_row = tl.where((b_begins > 0) & (o_r > r_0), o_r, latest)
+    b_count, b_first = tl.associative_scan((b_begins, b_row), 0, _join)
+    m_r = o_r < total
+    return o_r.to(tl.int64), tl.where(m_r, b_count - 1, -1), tl.where(m_r, o_r - b_first, -1)
+
+
+# the sizes differ from step to step: no new binary for them, nor for boundaries that start anywhere in a tensor
+@triton.jit(
+    do_not_specialize=["n_seqs", "n_1", "block_1"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
+)
+def step_tables_kernel(
+    cu_seqlens, n_seqs,  # [N+1] i32
+    counts,  # [tables] int32: the true number of rows of each table; None: not wanted
+    seq_1, part_1, block_1, n_1,  # [n_1] int32, [n_1] int32
+    ROWS: tl.constexpr,
+):
+    i_b = tl.program_id(0)
+    if (i_b >= 0) & (i_b < _programs(n_1, ROWS)):
+        count = None if counts is None else counts + 0
+        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, block_1, i_b, n_1, count, None, ROWS)
+        m_r = o_r < n_1
+        tl.store(seq_1 + o_r, b_seq, mask=m_r)
+        tl.store(part_1 + o_r, b_part, mask=m_r)
+    i_b -= _programs(n_1, ROWS)
+
+
+def launch(
+    cu_seqlens, n_seqs, counts,
+    seq_1, part_1, block_1, n_1,
+    *, num_warps=4, num_stages=1,
+):
+    """Write all tables of a step. All tensors are contiguous and on one device.
+
+    cu_seqlens [n_seqs + 1] i32: boundaries, of which only the differences count (and rows' first token).
+    counts     [1] int32 or None: the number of rows that each table should have.
+    seq_1, part_1 [n_1] int32: the sequence, and the block of block_1 tokens in it.
+    """
+    programs = (
+        max(1, -(-n_1 // ROWS))
+    )
+    step_tables_kernel[(programs,)](
+        cu_seqlens, n_seqs, counts,
+        seq_1, part_1, block_1, n_1,
+        ROWS=ROWS, num_warps=num_warps, num_stages=num_stages,
+    )
