@@ -155,10 +155,10 @@ def rank(spec: Spec, load: tuple[int, int], target: Target, rows: tuple[table.Ro
             apart = abs(a[0] - b[0]) * 100 + abs(a[1] - b[1])
             usable.append(((not same, apart, distance, row.variant, row.warps, row.stages, row.us), row))
     ranked = []
-    for number, (order, row) in enumerate(sorted(usable, key=lambda pair: pair[0])):
+    for number, (order, row) in enumerate(sorted(usable, key=lambda pair: (pair[0], pair[1].line()))):
         how = "arch" if order[0] else "exact" if order[2] == 0 else "near"
         ranked.append(Verdict(row.schedule, row, number, how))
-    return ranked + sorted(lost, key=lambda verdict: verdict.row)
+    return ranked + sorted(lost, key=lambda verdict: verdict.row.line())
 
 
 def pick(spec: Spec, problem: Problem, target: Target) -> Choice:

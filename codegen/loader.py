@@ -99,7 +99,7 @@ def load(variant: Variant) -> ModuleType:
     if path.parent.parent == files.generated_dir():
         module = import_module(f"kdagen.generated.{variant.spec.family}.{variant.name}")
     else:
-        module = _import_file(f"kdagen_rendered.{variant.name}_{inputs_hash(variant)[:8]}", path)
+        module = _import_file(f"kdagen_rendered.{variant.name}_{files.digest(f'{path} {inputs_hash(variant)}')[:8]}", path)
     from kdagen.launch import accelerate
 
     return accelerate(module, {kernel.name for kernel in family.kernels(variant.spec, variant.schedule)})
