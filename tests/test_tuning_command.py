@@ -42,7 +42,7 @@ def test_a_dry_run_covers_every_family():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--family", "nobody", "--dry-run"], "nobody"), (["--budget", "soon"], "GPU"),
+    (["--family", "nobody", "--dry-run"], "nobody"), (["--budget", "soon"], "20m"),
     (["--family", "stage_spec", "--dry-run"], "docs/tuning.md"), (["--chunk-size", "48", "--family", "prefill_state",
                                                                    "--dry-run"], "no committed Spec"),
     (["--device", "h500", "--dry-run"], "h500"), ([], "--dry-run"),
@@ -69,7 +69,14 @@ def test_odd_gpu_lists(gpus):
         command._runners(gpus, None)
 
 
-def test_a_worker_for_each_gpu_sees_that_one_alone():
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ArgumentError, match="indices below 2"):
+        command._runners("0,2", None)
+
+
+def test_a_worker_for_each_gpu_sees_that_one_alone(monkeypatch):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
     assert [runner.env["CUDA_VISIBLE_DEVICES"] for runner in command._runners("0,3", None)] == ["0", "3"]
 
 

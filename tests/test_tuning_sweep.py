@@ -9,15 +9,16 @@ import toy_family
 from toy_family import H200, install, spec, toy  # noqa: F401
 
 from kdagen import dispatch, table
-from kdagen.spec import Problem, Schedule, Target
+from kdagen.spec import Problem, Schedule
 from kdagen.tuning import space
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.space import Point
-from kdagen.tuning.sweep import Settings, Sweep
+from kdagen.tuning.sweep import Settings, Sweep, environment
 from kdagen.tuning.workers import Failed
 
 pytestmark = pytest.mark.usefixtures("toy")
 
+ENV = {"gpu": "stub", "arch": "sm90", "slug": "h200", "sms": 132, "triton": "3.6.0"}
 DEFAULT = Schedule.make(bv=16, warps=2, stages=1)
 PROBLEMS = [Problem(64, 1, 32), Problem(64, 1, 256), Problem(8192, 1, 32)]   # loads (5, 6), (8, 6), (5, 13)
 
@@ -38,7 +39,7 @@ class Stub:
     def call(self, job, timeout_s):
         assert timeout_s > 0
         if job["do"] == "environment":
-            return {"gpu": "stub", "arch": "sm90", "slug": "h200", "sms": 132, "smem": H200.smem, "triton": "3.6.0"}
+            return ENV | {"smem": H200.smem}
         problem = Problem(*job["problem"])
         wires = job.get("candidates") or [job["candidate"]]
         schedules = [self.schedule(wire) for wire in wires]
@@ -96,7 +97,7 @@ def sweep_of(tmp_path, runners, *, compiler=None, resume=False, problems=PROBLEM
     for one in specs or [spec()]:
         candidates[one.name] = space.candidates(one, H200, "3.6.0", seed=seed)
         lists.append(space.points_of(one, problems))
-    return Sweep(space.in_turn(lists), candidates, Target("?", "?", 0, 0), runners,
+    return Sweep(space.in_turn(lists), candidates, H200, ENV, runners,
                  Journal(tmp_path / "journal.jsonl", resume=resume), tmp_path / "rows.jsonl",
                  Settings(**{"budget_s": 60.0, "seed": seed} | settings), compiler=compiler or StubCompiler())
 
@@ -258,13 +259,14 @@ def test_several_gpus_share_the_points(tmp_path):
     assert len(points) == len(set(points)) == 10, "each point is timed on one GPU"
 
 
-def test_a_runner_that_does_not_start_is_an_error(tmp_path):
+def test_a_runner_that_does_not_start_is_an_error():
     class Dead(Stub):
         def call(self, job, timeout_s):
             return Failed("crash", "no driver")
 
     with pytest.raises(RuntimeError, match="no driver"):
-        sweep_of(tmp_path, [Dead(plain)]).run()
+        environment(Dead(plain))
+    assert environment(Stub(plain)) == (H200, ENV)
 
 
 def test_a_bug_in_the_sweep_is_raised_and_not_hidden(tmp_path):

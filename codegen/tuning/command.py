@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from kdagen.tuning import cases, space
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.progress import Bars
 from kdagen.tuning.space import Candidate, Point
-from kdagen.tuning.sweep import Settings, Sweep, gpu_runner
+from kdagen.tuning.sweep import Settings, Sweep, environment, gpu_runner
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -59,20 +60,20 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
     """
     console = Console(width=None if Console().is_terminal else 160)
     try:
-        target = devices.named(device) if dry_run else devices.machine()
-        if target is None:
-            refuse("--gpus", "no GPU on this machine", "at least one", "See the space without one: add --dry-run")
-        points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
         if dry_run:
+            target = devices.named(device)
+            points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
             show(console, points, candidates, target)
             return
         settings = Settings(budget_s=seconds(budget), seed=seed, compile_timeout_s=compile_timeout,
                             compile_workers=jobs or max(1, (os.cpu_count() or 2) - 1))
-        journal = Journal(journal_path or files.cache_dir() / f"sweep-{target.arch}-{target.slug}.jsonl", resume=resume)
         runners = _runners(gpus, ray_address)
+        target, env = environment(runners[0])
+        points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
+        journal = Journal(journal_path or files.cache_dir() / f"sweep-{target.arch}-{target.slug}.jsonl", resume=resume)
         with Bars(settings.budget_s, console) as bars:
-            sweep = Sweep(points, candidates, target, runners, journal, out or table.path_of(target.arch, target.slug),
-                          settings, bars)
+            sweep = Sweep(points, candidates, target, env, runners, journal,
+                          out or table.path_of(target.arch, target.slug), settings, bars)
             rows = sweep.run()
         summary(console, sweep, rows)
     except KdagenError as error:
@@ -123,7 +124,12 @@ def _runners(gpus: str, ray_address: str | None) -> list:
         return runners(ray_address)
     if not re.fullmatch(r"\d+(,\d+)*", gpus):
         refuse("--gpus", repr(gpus), "comma-separated indices, such as 0,1")
-    return [gpu_runner(int(index)) for index in gpus.split(",")]
+    indices = list(map(int, gpus.split(",")))
+    here = torch.cuda.device_count()
+    if max(indices) >= here:
+        refuse("--gpus", gpus, f"indices below {here}, the GPUs of this machine" if here else "a machine with a GPU",
+               "See the space without one: add --dry-run")
+    return [gpu_runner(index) for index in indices]
 
 
 def summary(console: Console, sweep: Sweep, rows: list[table.Row]) -> None:

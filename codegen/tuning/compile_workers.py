@@ -116,4 +116,6 @@ def refuse_resources(report: dict, target: Target) -> str | None:
 
 def pool(workers: int, timeout_s: float) -> Pool:
     """The compiling processes: ``pool.run(jobs)`` yields (job, report or Failed) as they finish."""
-    return Pool("kdagen.tuning.compile_workers:compile_launch", workers, timeout_s, ENVIRONMENT)
+    made = Pool("kdagen.tuning.compile_workers:compile_launch", workers, timeout_s, ENVIRONMENT)
+    made.start()
+    return made

@@ -24,6 +24,7 @@ from kdagen.tuning.space import Candidate, Point
 from kdagen.tuning.workers import Failed, Worker
 
 JOB_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 NEARBY_OCTAVES = 4
 
 
@@ -74,6 +75,7 @@ class Sweep:
     points: list[Point]
     candidates: dict[str, list[Candidate]]     # Spec name -> its schedules, refused ones included
     target: Target
+    env: dict                                  # what a row says about where it was measured
     runners: list[Runner]
     journal: Journal
     out: Path
@@ -86,7 +88,6 @@ class Sweep:
         self.compiler = self.compiler or compile_workers.pool(self.settings.compile_workers,
                                                               self.settings.compile_timeout_s)
         self.stopped = threading.Event()
-        self.env: dict = {}
         self.before = table.read(self.out, skipped=[])
         self.finals: dict[str, dict[tuple, choose.Finals]] = {}
         self.times: dict[str, dict[str, dict[str, float]]] = {}   # Spec -> point -> candidate -> screened us
@@ -105,7 +106,6 @@ class Sweep:
         threads += [threading.Thread(target=self._guard, args=(self._measure_all, runner, todo), daemon=True)
                     for runner in self.runners]
         try:
-            self.env = self._environment()
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads[1:]):
@@ -148,13 +148,6 @@ class Sweep:
             left = self.deadline - time.monotonic()
             result = runner.call(job, min(timeout_s, max(5.0, left + 5.0)))
         return stopped if isinstance(result, Failed) and self.over else result
-
-    def _environment(self) -> dict:
-        env = self.call(self.runners[0], {"do": "environment"}, 120.0)
-        if isinstance(env, Failed):
-            raise RuntimeError(f"the measuring process does not start: {env.why}")
-        self.target = Target(env["arch"], env["slug"], env["sms"], env.pop("smem"))
-        return env
 
     # Measuring
 
@@ -317,6 +310,15 @@ class Sweep:
 
 def _values(result: dict | Failed) -> dict:
     return {"failed": f"{result.kind}: {result.why}"} if isinstance(result, Failed) else result
+
+
+def environment(runner: Runner) -> tuple[Target, dict]:
+    """The device of a runner, and what its rows say about it."""
+    env = runner.call({"do": "environment"}, START_TIMEOUT_S)
+    if isinstance(env, Failed):
+        raise RuntimeError(f"the measuring process does not start: {env.why}")
+    smem = env.pop("smem")
+    return Target(env["arch"], env["slug"], env["sms"], smem), env
 
 
 def gpu_runner(gpu: int) -> Worker:
