@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kdagen import devices, families
 from kdagen.errors import ArgumentError, UnknownName
-from kdagen.spec import Problem, Spec
+from kdagen.spec import Problem, Schedule, Spec
 from kdagen.tuning import command, space
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.progress import Bars
@@ -94,6 +94,15 @@ def test_candidates_are_seeded_and_begin_with_the_default():
     assert sorted(c.schedule for c in one) == sorted(c.schedule for c in other)
     assert one[0].schedule == families.get("prefill_state").default(SPEC, target, None)
     assert len({c.schedule for c in one}) == len(one)
+
+
+def test_candidates_most_like_a_default_come_first():
+    made = space.candidates(SPEC, devices.named("h200"), "3.6.0")
+    apart = [space.differences(c.schedule, made[0].schedule) for c in made]
+    assert apart == sorted(apart) and apart[1] == 1 and apart[-1] > 2
+    one = Schedule.make(bv=8, warps=4, stages=1)
+    assert space.differences(one, Schedule.make(bv=16, warps=4, stages=2)) == 2
+    assert space.differences(one, Schedule.make(bv=8, br=1, warps=2, stages=1, form="tma")) == 3
 
 
 def test_the_limit_keeps_defaults():

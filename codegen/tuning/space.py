@@ -97,14 +97,16 @@ def in_turn(lists: list[list[Point]], stride: int = 1) -> list[Point]:
 
 def candidates(spec: Spec, target: Target, triton: str, *, problems: Iterable[Problem] = (), seed: int = 0,
                limit: int | None = None) -> list[Candidate]:
-    """Every schedule of the Spec's space and every default, each once; the default first, then a seeded order.
+    """Every schedule of the Spec's space and every default, each once: the default first, then what is most like one.
 
-    Refused ones carry their reason. ``limit`` keeps that many that are not refused (the defaults always).
+    Among those equally like, a seeded order. Refused ones carry their reason. ``limit`` keeps that many that are not
+    refused (the defaults always).
     """
     family = families.get(spec.family)
     defaults = list(dict.fromkeys(family.default(spec, target, problem) for problem in [None, *problems]))
     space = [s for s in dict.fromkeys(family.candidates(spec)) if s not in defaults]
     random.Random(f"{seed} {spec.name}").shuffle(space)
+    space.sort(key=lambda schedule: min(differences(schedule, default) for default in defaults))
     out, kept = [], 0
     for schedule in [*defaults, *space]:
         why = family.supports(spec, schedule, target) or quirks.reason(spec, schedule, target, triton)
@@ -113,6 +115,13 @@ def candidates(spec: Spec, target: Target, triton: str, *, problems: Iterable[Pr
         kept += why is None
         out.append(Candidate(spec, schedule, why))
     return out
+
+
+def differences(a: Schedule, b: Schedule) -> int:
+    """In how many places two schedules differ: form, each block, warps, stages."""
+    blocks = a.block.keys() | b.block.keys()
+    return sum(a.block.get(name) != b.block.get(name) for name in blocks) + (a.form != b.form) + (
+        a.warps != b.warps) + (a.stages != b.stages)
 
 
 def specs_of(family: str, *, chunk: int | None = None, dtypes: Iterable[str] = ()) -> list[Spec]:
