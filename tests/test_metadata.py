@@ -123,9 +123,9 @@ def test_conv_vector(path):
     assert made["batch_ptr"].tolist() == [0] + [2] * 17 and made["token_chunk_offset_ptr"].tolist() == [0, *range(17)]
 
 
-@pytest.mark.parametrize("sequences", [255, 256, 1023, 1024, 2100])
+@pytest.mark.parametrize("sequences", [128, 129, 1023, 1024, 1025, 2100])
 def test_more_sequences_than_one_read(path, rng, sequences):
-    """A program passes over 1,024 sequences at a time, in groups of 256; counts around both, and beyond twice the first."""
+    """A program passes over 1,024 sequences at a time, in groups of 128; counts around both, and beyond twice the first."""
     lengths = torch.randint(0, 3, (sequences,), generator=rng)
     lengths[torch.randint(0, sequences, (3,), generator=rng)] = 200
     check_all(boundaries(lengths.tolist()), 64, [], spare=10)

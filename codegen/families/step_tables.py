@@ -50,7 +50,7 @@ class StepTables(Family):
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         """One schedule for all sizes: a step must never meet a kernel that was not compiled before it."""
-        return Schedule.make(bn=256, bg=4, br=128, warps=4, stages=1)
+        return Schedule.make(bn=128, bg=8, br=128, warps=4, stages=1)
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         """One load bucket, for the same reason."""
