@@ -19,6 +19,7 @@ from kdagen import devices, dispatch, families
 from kdagen.families.prefill_prepare import padded
 from kdagen.ops import prefill_sm90
 from kdagen.ops._common import DTYPE_NAMES, interpreting
+from kdagen.ops._tensor_maps import token_tiles
 from kdagen.ops.metadata import step_tables
 from kdagen.spec import Problem, Spec, Target, Variant
 
@@ -125,6 +126,18 @@ def choose(q: torch.Tensor, K: int, V: int, chunk: int, gate: str, problem: Prob
                    Spec.make("prefill_segments", **sizes), hopper, gate, row_bytes, chunk, kp, vp)
 
 
+def portable_of(call: Call) -> Kernels:
+    """The portable kernels of a call whose tensors no tensor map can describe."""
+    kernels = call.kernels
+    key = (call.q.dtype, call.q.get_device(), kernels.gate, call.N, call.HV, call.batch_invariant)
+    found = _portable.get(key)
+    if found is None:
+        problem = INVARIANT if call.batch_invariant else Problem(8192 * call.N, call.N, call.HV)
+        found = _portable[key] = choose(call.q, call.q.shape[-1], call.out.shape[-1], kernels.chunk, kernels.gate, problem,
+                                        portable=True)
+    return found
+
+
 def _pick(spec: Spec, problem: Problem, target: Target, portable: bool) -> dispatch.Choice:
     choice = dispatch.pick(spec, problem, target)
     if portable and choice.schedule.form:
@@ -187,13 +200,8 @@ def run(call: Call) -> None:
     if call.kernels.hopper:
         if prefill_sm90.run(call, matrices_of):
             return
-        key = (call.q.dtype, call.q.get_device(), call.kernels.gate, call.N, call.HV)
-        plain = _portable.get(key)
-        if plain is None:
-            kernels = call.kernels
-            plain = _portable[key] = choose(call.q, call.q.shape[-1], call.out.shape[-1], kernels.chunk, kernels.gate,
-                                            Problem(call.q.shape[0] * call.q.shape[1], call.N, call.HV), portable=True)
-        call = call._replace(kernels=plain)
+        if any(token_tiles(x) is None for x in (call.q, call.k, call.v, call.g)):
+            call = call._replace(kernels=portable_of(call))
     segments = segments_of(call)
     if segments > 1:
         run_segments(call, segments)

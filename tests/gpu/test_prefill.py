@@ -185,20 +185,21 @@ def test_pools_checkpoints_and_padding(rng, pool_dtype, v_first, which):
     wanted_o, wanted = R.recurrent_kda(**tensors, **options, initial_state=start, output_final_state=True,
                                        cu_seqlens=cu_seqlens(LENGTHS).cuda(), state_v_first=v_first)
     edges = cu_seqlens(LENGTHS).tolist()
-    rounding = (2e-3, 2e-3) if pool_dtype == FP32 else (6e-3, 4e-3)
+    # one sequence alone: its state is made of products of bf16 numbers (3e-3); a bf16 pool rounds before and after
+    limit = 4e-3 if pool_dtype == FP32 else 6e-3
     assert final is None
     for n, slot in enumerate(slots.tolist()):
         rows = slice(edges[n], edges[n + 1])
         if slot < 0:
             assert torch.equal(o[:, rows], torch.zeros_like(o[:, rows]))
         else:
-            assert relative(pool[slot], wanted[n]) < rounding[1]
+            assert relative(pool[slot], wanted[n]) < limit
             assert not o[:, rows].numel() or relative(o[:, rows], wanted_o[:, rows]) < 6e-3
     for n, tokens, slot in ((0, 64, 0), (2, 128, 1), (2, 320, 2), (4, 64, 6)):
         part = {x: t[:, edges[n] : edges[n] + tokens] for x, t in tensors.items()}
         _, state = R.recurrent_kda(**part, **options, initial_state=start[n : n + 1], output_final_state=True,
                                    state_v_first=v_first)
-        assert relative(pool[slot], state[0]) < rounding[1], slot
+        assert relative(pool[slot], state[0]) < limit, slot
     untouched = [4, 7, 8, 10, 12, 13, 14, 15]
     assert torch.equal(wide[untouched], before[untouched]) and torch.equal(wide[:, -64:], before[:, -64:])
 
