@@ -1,12 +1,13 @@
-"""Benchmark of prefill: the chunked KDA forward, bounded and softplus gate, beside fla-core's.
+"""Benchmark of prefill: the chunked KDA forward, bounded and softplus gate, beside fla-core's and FlashKDA.
 
 bf16, K = V = 128; gate, L2 norm and the sigmoid of beta in the kernel; the final state is returned. Graph replays over input
-sets that overflow the L2 cache, both implementations' replays taking turns; then the eager call, and its host time. Before
+sets that overflow the L2 cache, all implementations' replays taking turns; then the eager call, and its host time. Before
 anything is timed, two heads of its output and of its final state are compared with the fp64 chunk form on the same inputs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -88,10 +89,35 @@ def ours(inputs: Inputs, setting: Setting, out: torch.Tensor):
                      cu_seqlens_cpu=setting.host, tables=setting.tables, out=out)
 
 
-def theirs(call: Callable, inputs: Inputs, setting: Setting, long_edges: torch.Tensor, long_host: torch.Tensor):
-    bias = setting.options["dt_bias"].reshape(-1)
-    return call(*inputs, **setting.options | {"dt_bias": bias}, **IN_KERNEL, output_final_state=True, state_v_first=True,
-                safe_gate="lower_bound" in setting.options, cu_seqlens=long_edges, cu_seqlens_cpu=long_host)
+def fla(setting: Setting, out: torch.Tensor) -> Callable:
+    """fla-core's kernels, with its safe gate where the gate is bounded. Its FlashKDA backend is a peer of its own here."""
+    os.environ["FLA_FLASH_KDA"] = "0"
+    from fla.ops.kda import chunk_kda
+
+    edges, host = setting.edges.long(), setting.host.long()
+    options = setting.options | {"dt_bias": setting.options["dt_bias"].reshape(-1)}
+    return lambda inputs: chunk_kda(
+        *inputs, **options, **IN_KERNEL, output_final_state=True, state_v_first=True, safe_gate="lower_bound" in options,
+        cu_seqlens=edges, cu_seqlens_cpu=host)
+
+
+def flashkda(setting: Setting, out: torch.Tensor) -> Callable:
+    """FlashKDA, which knows the bounded gate only."""
+    from flash_kda import fwd
+
+    if "lower_bound" not in setting.options:
+        raise ValueError("it has no softplus gate")
+    edges, options = setting.edges.long(), setting.options
+    state = torch.empty(len(edges) - 1, out.shape[2], V, K, device="cuda")
+
+    def call(inputs: Inputs):
+        fwd(*inputs, K**-0.5, out, options["A_log"], options["dt_bias"], LOWER_BOUND, final_state=state, cu_seqlens=edges)
+        return out, state
+
+    return call
+
+
+RIVALS = {"fla": fla, "flashkda": flashkda}
 
 
 def error(found: tuple[torch.Tensor, torch.Tensor], inputs: Inputs, setting: Setting) -> float:
@@ -105,29 +131,28 @@ def error(found: tuple[torch.Tensor, torch.Tensor], inputs: Inputs, setting: Set
     return max(relative_error(found[0][:, :, heads], o), relative_error(found[1][:, heads], state))
 
 
-def measure(case: Case, fla: Callable | None) -> list[dict]:
+def measure(case: Case, peers: tuple[str, ...]) -> list[dict]:
     setting = Setting.of(case)
     T, H, N = sum(case.lengths), case.heads, len(case.lengths)
     moved = T * H * (4 * K + V) * 2 + 2 * T * H + N * H * K * V * 4  # q, k, g, v, beta in; o and the states out
     sizes = dict(tokens=T, seqs=N, heads=H, gate=case.gate)
     out = torch.full((1, T, H, V), float("nan"), device="cuda", dtype=torch.bfloat16)
     calls = {"kdagen": lambda inputs: ours(inputs, setting, out)}
-    if fla is not None:
-        long_edges, long_host = setting.edges.long(), setting.host.long()
-        calls["fla"] = lambda inputs: theirs(fla, inputs, setting, long_edges, long_host)
     first, rows, errors = Inputs.of(case, 1), [], {}
-    for who, call in list(calls.items()):
+    for who in ("kdagen", *peers):
         try:
+            call = calls.get(who) or RIVALS[who](setting, torch.full_like(out, float("nan")))
             errors[who] = error(call(first), first, setting)
         except Exception as failure:  # a peer that cannot run a case is a line of the report
             if who == "kdagen":
                 raise
             rows.append(skipped("prefill", case.name, who, f"{type(failure).__name__}: {failure}"[:200]))
-            del calls[who]
             continue
         if errors[who] > TOLERANCE:
             rows.append(skipped("prefill", case.name, who, f"wrong: error {errors[who]:.1e}"))
-            del calls[who]
+            calls.pop(who, None)
+        else:
+            calls[who] = call
     data = rotate(lambda seed: Inputs.of(case, 10 + seed), moved) if calls else []
     sets = [[partial(call, inputs) for inputs in data] for call in calls.values()]
     common = dict(err_against="fp64 chunk form, two heads", **sizes)
@@ -141,15 +166,9 @@ def measure(case: Case, fla: Callable | None) -> list[dict]:
 
 def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
     """Rows of all cases that fit the budget, the ones of the README's table first."""
-    rows, fla = [], None
-    for name in peers:
-        if peer(name) is None:
-            rows.append(skipped("prefill", "all", name, "not installed"))
-        elif name == "fla":
-            from fla.ops.kda import chunk_kda as fla
-        else:
-            rows.append(skipped("prefill", "all", name, "this section only knows how to call fla"))
+    rows = [skipped("prefill", "all", name, "not installed") for name in peers if peer(name) is None]
+    found = tuple(name for name in peers if peer(name) is not None)
     for case in Budget(budget_s).over(CASES):
-        rows += measure(case, fla)
+        rows += measure(case, found)
         torch.cuda.empty_cache()
     return rows
