@@ -117,7 +117,8 @@ def test_gradients_are_those_of_the_formula(rng, form):
     torch.autograd.backward(got, (d_decay, d_beta))
     assert relative(got[0], want[0]) < FP32
     for a, b in zip(ours, exact):
-        assert a.grad.dtype == a.dtype and relative(a.grad, b.grad) < 2 * FP32
+        # the parameters' gradients are fp32 sums over tokens and channels whose terms cancel in part
+        assert a.grad.dtype == a.dtype and relative(a.grad, b.grad) < 10 * FP32
     alone = g.clone().requires_grad_()
     kda_gate(alone, A_log, bias, **FORMS[form]).backward(d_decay)
     assert torch.equal(alone.grad, ours[0].grad)
