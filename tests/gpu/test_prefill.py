@@ -371,7 +371,7 @@ def test_workspace_is_as_documented(rng, H):
 
 
 def test_host_time_of_a_call(rng):
-    """At most 60 us of host time, best of many: the device is kept busy, so that nothing waits for it."""
+    """At most 60 us of host time where a torch.empty takes 2.3 us: 26 times as much, best of many batches of calls."""
     from time import perf_counter
 
     tensors, options = make(rng, lengths=[2048], H=32)
@@ -380,15 +380,16 @@ def test_host_time_of_a_call(rng):
     tables = step_tables(device_edges, edges, rows=True)
     call = lambda: chunk_kda(**tensors, **options, cu_seqlens=device_edges, cu_seqlens_cpu=edges, tables=tables,
                              output_final_state=True)
-    best = float("inf")
-    for _ in range(5):
-        call()
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        for _ in range(20):
-            call()
-        best = min(best, (perf_counter() - begin) / 20)
-    assert best < 60e-6, f"{best * 1e6:.1f} us"
+    best = {call: float("inf"), (empty := lambda: torch.empty(4096, device="cuda")): float("inf")}
+    for _ in range(20):
+        for one in best:
+            one()
+            torch.cuda.synchronize()
+            begin = perf_counter()
+            for _ in range(10):
+                one()
+            best[one] = min(best[one], (perf_counter() - begin) / 10)
+    assert best[call] < 26 * best[empty], f"{best[call] * 1e6:.1f} us beside {best[empty] * 1e6:.2f} us of torch.empty"
 
 
 def test_it_is_the_intended_kernel(rng):
