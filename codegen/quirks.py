@@ -33,14 +33,15 @@ def read(path: Path) -> list[dict]:
             refuse(path.name, f"triton = {versions!r}", 'the first and last minor version, as in ["3.6", "3.7"]',
                    kind=CorruptFile)
         if not isinstance(entry["match"], dict):
-            refuse(path.name, f"match = {entry['match']!r}", "a table of a schedule's fields, as in { warps = 8 }",
+            refuse(path.name, f"match = {entry['match']!r}", "a table of fields of the schedule or the Spec, as in { warps = 8 }",
                    kind=CorruptFile)
     return found
 
 
 def reason(spec: Spec, schedule: Schedule, target: Target, triton: str, known: tuple[dict, ...] | None = None) -> str | None:
     """Why this schedule must not run on this target with this Triton, or None."""
-    values = {"warps": schedule.warps, "stages": schedule.stages, "form": schedule.form} | schedule.block
+    values = {"warps": schedule.warps, "stages": schedule.stages, "form": schedule.form, "chunk": spec.chunk, "k": spec.k,
+              "v": spec.v, "dtype": spec.dtype} | schedule.block
     for entry in entries() if known is None else known:
         first, last = map(triton_minor, entry["triton"])
         if (entry["family"] in ("*", spec.family) and entry["arch"] == target.arch

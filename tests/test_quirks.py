@@ -2,9 +2,9 @@
 
 import pytest
 
-from kdagen import quirks
+from kdagen import devices, families, quirks
 from kdagen.errors import CorruptFile
-from kdagen.spec import Schedule, Spec, Target
+from kdagen.spec import Problem, Schedule, Spec, Target
 
 TARGET = Target("sm90", "h200", 132, 232448)
 SPEC = Spec("prefill_state", 64, 128, 128, "bf16")
@@ -30,7 +30,7 @@ def test_the_range_of_triton_minors_is_inclusive(triton, hit):
 @pytest.mark.parametrize("changes, hit", [
     ({"family": "*"}, True), ({"family": "prefill_prepare"}, False), ({"arch": "sm100"}, False), ({"match": {}}, True),
     ({"match": {"bv": 64, "stages": 2}}, True), ({"match": {"bv": 32}}, False), ({"match": {"form": ""}}, False),
-    ({"match": {"bc": 16}}, False),
+    ({"match": {"bc": 16}}, False), ({"match": {"dtype": "bf16", "k": 128, "bv": 64}}, True), ({"match": {"chunk": 32}}, False),
 ])
 def test_every_field_must_match(changes, hit):
     assert (reason(**changes) is not None) is hit
@@ -75,6 +75,16 @@ def test_incomplete_entries_are_refused(tmp_path, old, new):
     assert old in GOOD
     with pytest.raises(CorruptFile, match=r"quirks\.toml"):
         quirks.read(write(tmp_path, GOOD.replace(old, new)))
+
+
+def test_no_shipped_quirk_takes_a_default_away():
+    """A family's own rule must not run into a known-bad schedule on any device and with any Triton it is known for."""
+    for family in families.everyone():
+        for spec in family.committed():
+            for target in map(devices.named, devices.table()):
+                for problem in (None, Problem(64, 64, 32), Problem(8192, 1, 32), Problem(65536, 64, 96)):
+                    for triton in ("3.6.0", "3.7.0", "3.9.0"):
+                        assert quirks.reason(spec, family.default(spec, target, problem), target, triton) is None
 
 
 def test_the_shipped_file_reads():

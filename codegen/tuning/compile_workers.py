@@ -17,7 +17,8 @@ from kdagen import loader
 from kdagen.spec import Schedule, Spec, Target, Variant, parse
 from kdagen.tuning.workers import Pool
 
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+# No GPU, no interpreter, and behind the measuring process, which must not wait for a core when its GPU is done.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "KDAGEN_NICE": "10"}
 MAX_REGISTERS = 255
 MAX_STACK = 1024     # bytes of stack frame a thread: beyond it a schedule only burns budget
 

@@ -30,6 +30,7 @@ def answer_jobs(pipe, entry: str, env: dict[str, str]) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
+    os.nice(int(env.get("KDAGEN_NICE", "0")))
     logging.getLogger("kdagen").setLevel(logging.ERROR)  # that candidates are rendered on demand is what is wanted here
     module, name = entry.split(":")
     function = getattr(import_module(module), name)
