@@ -1,6 +1,10 @@
 """The documentation's code runs: the worked example of docs/adding-a-family.md, and the commands it names."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -87,3 +91,31 @@ def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"`((?:codegen|scripts|templates|docs|tests)/[\w./-]+\.\w+)`", text):
         if "rowscale" not in target and "<" not in target and "prefill_state.py.j2:47" not in target:
             assert (ROOT / target).exists(), target
+
+
+def readme_commands() -> list[str]:
+    """The lines of README's shell blocks that can run here: not its two scripts, nothing that needs a GPU."""
+    lines = [line.split("#")[0].strip() for block in blocks("README.md", "bash") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("bash scripts/") and "--budget" not in line]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_commands_run(command, tmp_path):
+    environment = os.environ | {"KDAGEN_CACHE": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    words = shlex.split(command)
+    if words[0] == "kdagen":
+        words = [sys.executable, "-c", "from kdagen.cli import main; main()", *words[1:]]
+    else:
+        words = [sys.executable, str(ROOT / words[1]), *words[2:]]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+def test_readme_python_runs(tmp_path):
+    """All Python blocks, one after another, as a reader would paste them, on the CPU path."""
+    code = "\n".join(blocks("README.md", "python"))
+    environment = os.environ | {"KDAGEN_CACHE": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'family': 'step_tables'" in done.stdout
