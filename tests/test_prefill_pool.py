@@ -7,7 +7,7 @@ import torch
 
 from inputs import cu_seqlens, kda, relative
 from kdagen import reference as R
-from kdagen.ops import prefill_plan
+from kdagen.ops import prefill, prefill_plan
 from kdagen.ops.prefill import chunk_kda
 
 FP32 = 5e-6
@@ -158,5 +158,5 @@ def test_batch_invariance(rng, monkeypatch):
     together = call(both, 2, batch_invariant=True)
     assert cuts[0] > 1 and cuts[1:] == [1, 1]
     assert torch.equal(together[0][:, 320:], alone[0]) and torch.equal(together[1][1:], alone[1])
-    monkeypatch.setenv("KDAGEN_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(prefill, "BATCH_INVARIANT", True)  # what KDAGEN_BATCH_INVARIANT=1 sets at import
     assert torch.equal(call(tensors, 1)[0], alone[0]) and cuts[-1] == 1

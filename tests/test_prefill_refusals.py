@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,3 +126,11 @@ def test_limits_say_why():
     assert "bk 48" in prepare.supports(spec, Schedule.make(bk=48), None)
     wide = Spec.make("prefill_state", chunk=64, k=128, v=128, dtype="bf16")
     assert "stages" in state.supports(wide, Schedule.make(bv=64, stages=4), devices.named("a100"))
+
+
+def test_the_environment_makes_calls_batch_invariant():
+    code = "from kdagen.ops import prefill; print(prefill.BATCH_INVARIANT)"
+    for value, wanted in (("1", "True"), ("0", "False")):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"KDAGEN_BATCH_INVARIANT": value}, text=True,
+                              capture_output=True, check=True)
+        assert done.stdout.strip() == wanted

@@ -34,6 +34,7 @@ from kdagen.reference.gate import boundaries
 from kdagen.spec import CHUNKS, Problem
 
 MEMO_ENTRIES = 4096  # layouts of arguments that are remembered
+BATCH_INVARIANT = os.environ.get("KDAGEN_BATCH_INVARIANT", "0") == "1"  # the default of chunk_kda's batch_invariant
 
 _MEMO = dispatch.memo("chunk_kda")
 
@@ -102,8 +103,8 @@ def chunk_kda(
     padding: never read, never written. A sequence whose read slot (without read_slots, its write slot) is padding has zero
     output.
 
-    ``batch_invariant`` (default: the environment's KDAGEN_BATCH_INVARIANT=1): a sequence's results are the same bits
-    whatever else is in the batch, and however many heads there are. ``max_workspace``: bytes for the intermediates,
+    ``batch_invariant`` (default: KDAGEN_BATCH_INVARIANT=1 in the environment at import): a sequence's results are the same
+    bits whatever else is in the batch, and however many heads there are. ``max_workspace``: bytes for the intermediates,
     4 GiB by default; the results do not depend on it, except where it rules segments out (ops/prefill_plan.py).
     ``checked=False`` skips the checks of a call whose shapes, strides and dtypes are new; known ones are not checked again.
 
@@ -139,7 +140,7 @@ def chunk_kda(
         elif cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= 16:
             longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens.shape[0] > 1 else 0
     if batch_invariant is None:
-        batch_invariant = os.environ.get("KDAGEN_BATCH_INVARIANT", "0") == "1"
+        batch_invariant = BATCH_INVARIANT
     arguments = (
         q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
         has_initial_state, checkpoint_offsets, checkpoint_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound,
@@ -153,8 +154,8 @@ def chunk_kda(
     return out, final_state
 
 
-def _layout(tensor: torch.Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+def _layouts(*tensors: torch.Tensor | None) -> tuple:
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
 
 
 def _run(
@@ -164,10 +165,9 @@ def _run(
 ) -> None:
     """The op itself: writes out, final_state, and slots of state_pool."""
     key = (
-        _layout(q), _layout(k), _layout(v), _layout(g), _layout(beta), _layout(out), _layout(initial_state),
-        _layout(final_state), _layout(state_pool), _layout(read_slots), _layout(write_slots), _layout(has_initial),
-        _layout(ckpt_offsets), _layout(ckpt_slots), _layout(cu_seqlens), _layout(A_log), _layout(dt_bias), lower_bound,
-        chunk, raw_gate, v_first, batch_invariant,
+        _layouts(q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+                 ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias),
+        lower_bound, chunk, raw_gate, v_first, batch_invariant,
     )
     kernels = _MEMO.get(key)
     B, T, H, K = q.shape
