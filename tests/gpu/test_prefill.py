@@ -150,14 +150,13 @@ def test_nan_of_one_sequence_reaches_no_other(rng, name, which):
 @pytest.mark.parametrize("which", ["default", "portable"])
 def test_slices_of_one_projection(rng, which):
     tensors, options = make(rng, "bounded", lengths=[100, 33])
-    plain = run(tensors, options, [100, 33])
     views = {x: sliced(rng, t, extra=16) if x != "initial_state" else t for x, t in tensors.items()}
     odd = {x: sliced(rng, t, extra=3) if x != "initial_state" else t for x, t in tensors.items()}
     with form(which):
         wanted = run(tensors, options, [100, 33])
         assert same(run(views, options, [100, 33]), wanted)
-    # addresses and strides that no tensor map can have: the portable kernels run, right to their tolerance
-    check(run(odd, options, [100, 33]), plain, LIMITS["bounded"])
+    # addresses and strides that no tensor map can have: the portable kernels run
+    check(run(odd, options, [100, 33]), oracle(tensors, options, [100, 33]), LIMITS["bounded"])
 
 
 @pytest.mark.parametrize("which", ["default", "portable"])
@@ -229,7 +228,7 @@ def test_long_sequences_in_segments_and_windows(rng, name, H, lengths):
     found = run(tensors, options, lengths)
     with form("portable"):
         other = run(tensors, options, lengths, batch_invariant=True)
-    check(found, other, (6e-3, 4e-3))
+    check(found, other, (9e-3, 6e-3))  # two results with the errors of their class
     assert same(run(tensors, options, lengths), found)
     short = {x: t[:, :700, :1] if x != "initial_state" else t[:1, :1] for x, t in tensors.items()}
     small = {x: t[:1] if torch.is_tensor(t) else t for x, t in options.items()}
