@@ -9,7 +9,8 @@ import toy_family
 from toy_family import H200, install, spec, toy  # noqa: F401
 
 from kdagen import dispatch, table
-from kdagen.spec import Problem, Schedule
+from kdagen.spec import Problem, Schedule, Spec
+from kdagen.tuning import ahead as ahead_of
 from kdagen.tuning import space
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.space import Point
@@ -92,14 +93,14 @@ def plain(schedule, problem):
     return 10.0 * penalty * (1.0 if schedule.block["bv"] == best else 1.4)
 
 
-def sweep_of(tmp_path, runners, *, compiler=None, resume=False, problems=PROBLEMS, seed=0, specs=None, **settings):
+def sweep_of(tmp_path, runners, *, compilers=None, resume=False, problems=PROBLEMS, seed=0, specs=None, **settings):
     candidates, lists = {}, []
     for one in specs or [spec()]:
         candidates[one.name] = space.candidates(one, H200, "3.6.0", seed=seed)
         lists.append(space.points_of(one, problems))
     return Sweep(space.in_turn(lists), candidates, H200, ENV, runners,
                  Journal(tmp_path / "journal.jsonl", resume=resume), tmp_path / "rows.jsonl",
-                 Settings(**{"budget_s": 60.0, "seed": seed} | settings), compiler=compiler or StubCompiler())
+                 Settings(**{"budget_s": 60.0, "seed": seed} | settings), compilers=compilers or [StubCompiler()])
 
 
 def test_rows_where_tuning_gains_and_nowhere_else(tmp_path):
@@ -113,7 +114,7 @@ def test_rows_where_tuning_gains_and_nowhere_else(tmp_path):
     assert row.next_us >= row.us and row.err == 1.5e-3 and row.repeat == 20 and row.noise == 0.001
     assert row.env["slug"] == "h200" and not table.is_stale(row)
     assert table.read(tmp_path / "rows.jsonl") == rows
-    assert stub.stopped and sweep.compiler.stopped
+    assert stub.stopped and sweep.compilers[0].stopped
     assert sweep.regret()[spec().name] > 1.1
 
 
@@ -151,7 +152,7 @@ def test_what_does_not_compile_or_fit_is_not_measured(tmp_path):
     slow_to_compile = "toy__k128_v128_bf16__bv64"
     compiler = StubCompiler(fail={slow_to_compile}, shared=lambda job: 300_000 if "bv32" in job["variant"] else 1024)
     stub = Stub(plain)
-    assert sweep_of(tmp_path, [stub], compiler=compiler).run() == []
+    assert sweep_of(tmp_path, [stub], compilers=[compiler]).run() == []
     measured = {s.block["bv"] for do, _, schedules in stub.jobs if do != "plan" for s in schedules if not s.form}
     assert measured == {8, 16, 128}
     why = {e["failed"] for e in Journal(tmp_path / "journal.jsonl", resume=True).failures() if e["stage"] == "compiled"}
@@ -177,7 +178,7 @@ def test_incomplete_plans_are_planned_again_once_they_led_further(tmp_path):
             return answer
 
     compiler, stub = StubCompiler(), Stumbling(plain)
-    rows = sweep_of(tmp_path, [stub], compiler=compiler).run()
+    rows = sweep_of(tmp_path, [stub], compilers=[compiler]).run()
     assert rows and {job["kernel"] for job in compiler.jobs if "bv64" in job["variant"]} == {"toy_kernel", "second_kernel"}
     assert len(compiler.jobs) == len({json.dumps(job) for job in compiler.jobs})
     assert any(s.block["bv"] == 8 for _, _, (s,) in stub.done("screen")), "a real error shows where it is measured"
@@ -257,6 +258,25 @@ def test_several_gpus_share_the_points(tmp_path):
     assert sum(bool(stub.done("screen")) for stub in stubs) > 1
     points = [problem for stub in stubs for problem in {job[1] for job in stub.done("time")}]
     assert len(points) == len(set(points)) == 10, "each point is timed on one GPU"
+
+
+def test_several_specs_and_compilers(tmp_path):
+    """Specs prepared side by side are measured in the same order, with the same rows; planning runs only a little ahead."""
+    specs = [spec(), Spec("toy", k=64, v=128, dtype="bf16"), Spec("toy", k=32, v=128, dtype="bf16")]
+    problems = [Problem(64, 1, 2**i) for i in range(12)]
+    jobs, rows = [], []
+    for name, parts in (("one", 1), ("three", 3)):
+        ahead: list[int] = []
+        stub = Stub(plain, on_job=lambda stub, ahead=ahead: ahead.append(
+            len({j[1] for j in stub.done("plan")} - {j[1] for j in stub.done("screen")})))
+        compilers = [StubCompiler() for _ in range(parts)]
+        sweep = sweep_of(tmp_path / name, [stub], compilers=compilers, problems=problems, specs=specs)
+        rows.append(sweep.run())
+        jobs.append([job for job in stub.jobs if job[0] != "plan"])
+        assert max(ahead) <= ahead_of.LOOK_AHEAD + 1
+        assert all(compiler.jobs and compiler.stopped for compiler in compilers)
+    assert rows[0] == rows[1] and rows[0]
+    assert jobs[0] == jobs[1]
 
 
 def test_a_runner_that_does_not_start_is_an_error():

@@ -7,6 +7,7 @@ may stumble over the first one that gave nothing; it is planned again once that 
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from kdagen.tuning import compile_workers
@@ -14,9 +15,10 @@ from kdagen.tuning.space import Candidate, Point
 from kdagen.tuning.workers import Failed
 
 if TYPE_CHECKING:
-    from kdagen.tuning.sweep import Runner, Sweep
+    from kdagen.tuning.sweep import Compiler, Runner, Sweep
 
 PLAN_ROUNDS = 6
+LOOK_AHEAD = 8   # points
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -37,14 +39,33 @@ class Ahead:
                 return None
         return self.fit[point.name]
 
-    def prepare_all(self) -> None:
-        for number, point in enumerate(self.sweep.points):
-            if self.sweep.over:
-                return
-            self._prepare(point, self.sweep.runners[number % len(self.sweep.runners)])
+    def prepare(self, part: int, parts: int) -> None:
+        """Prepare the points of every ``parts``-th Spec: several threads do, each with its own compiler.
+
+        One Spec's last slow compilation then does not leave the others' cores idle.
+        """
+        specs = list(dict.fromkeys(point.spec for point in self.sweep.points))
+        mine = [(number, point) for number, point in enumerate(self.sweep.points) if point.spec in specs[part::parts]]
+        while mine and not self.sweep.over:
+            found = self._next(mine)
+            if found is None:
+                time.sleep(0.02)
+                continue
+            mine.remove(found)
+            number, point = found
+            self._prepare(point, self.sweep.runners[number % len(self.sweep.runners)], self.sweep.compilers[part])
             self.done[point.name].set()
 
-    def _prepare(self, point: Point, runner: Runner) -> None:
+    def _next(self, todo: list[tuple[int, Point]]) -> tuple[int, Point] | None:
+        """The next point that is soon measured; else the first of a new Spec, whose compilation takes long; else none.
+
+        Planning everything at once would keep the GPU's process from measuring.
+        """
+        soon = self.sweep.taken + LOOK_AHEAD
+        first = todo[0]
+        return first if first[0] < soon else next((one for one in todo if one[1].spec.name not in self.needs), None)
+
+    def _prepare(self, point: Point, runner: Runner, compiler: Compiler) -> None:
         """Fill ``fit[point]``: the candidates that compile for this point's launches, or that a journal already knows.
 
         Once a Spec is planned at one point, its default is planned first at the others: if that launches nothing new, the
@@ -60,12 +81,12 @@ class Ahead:
             needs.setdefault(candidate, set())
         refused: dict[Candidate, str] = {}
         for group in (todo[:1], todo[1:]) if planned_before else (todo,):
-            compiled = len(self.launches)
+            before = set(self.launches)
             for _ in range(PLAN_ROUNDS):
                 if not group or self.sweep.over:
                     break
-                group = self._plan(point, runner, group, needs, refused)
-            if len(self.launches) == compiled:
+                group = self._plan(point, runner, compiler, group, needs, refused)
+            if all(needs[candidate] <= before for candidate in todo):
                 break
         for candidate in todo:
             why = refused.get(candidate) or next(filter(None, map(self.launches.get, sorted(needs[candidate]))), None)
@@ -75,7 +96,8 @@ class Ahead:
                 fit.append(candidate)
         self.fit[point.name] = fit
 
-    def _plan(self, point: Point, runner: Runner, todo: list[Candidate], needs: dict, refused: dict) -> list[Candidate]:
+    def _plan(self, point: Point, runner: Runner, compiler: Compiler, todo: list[Candidate], needs: dict,
+              refused: dict) -> list[Candidate]:
         """Plan the candidates and compile what they launch; those whose plan is incomplete, and led to something new."""
         good = [key for candidate in todo for key in needs[candidate] if self.launches.get(key, "") is None]
         plans = self.sweep.call(runner, self.sweep.job("plan", point, candidates=[wire(c) for c in todo], compiled=good),
@@ -92,11 +114,11 @@ class Ahead:
             needs[candidate] |= found.keys()
             wanted |= {key: launch | {"arch": self.sweep.target.arch} for key, launch in found.items()
                        if key not in self.launches}
-        self._compile(wanted)
+        self._compile(wanted, compiler)
         return [c for c in again if not any(map(self.launches.get, needs[c]))]
 
-    def _compile(self, wanted: dict[tuple, dict]) -> None:
-        results = self.sweep.compiler.run(list(wanted.values()))
+    def _compile(self, wanted: dict[tuple, dict], compiler: Compiler) -> None:
+        results = compiler.run(list(wanted.values()))
         for done, (job, report) in enumerate(results, 1):
             key = compile_workers.key(job)
             if isinstance(report, Failed):

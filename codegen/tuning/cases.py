@@ -14,7 +14,7 @@ import torch
 
 from kdagen import families
 from kdagen.errors import UnknownName, refuse
-from kdagen.spec import Problem, Spec
+from kdagen.spec import Problem, Schedule, Spec
 from kdagen.tuning import space
 
 MODULES = ("cases_decode", "cases_prefill", "cases_tables")
@@ -53,6 +53,10 @@ class Case:
     def checkable(self, spec: Spec, problem: Problem) -> Problem:
         """The sizes at which the oracle is affordable; the problem itself where that is always so."""
         return problem
+
+    def redundant(self, spec: Spec, schedule: Schedule) -> str | None:
+        """Why a supported schedule is not worth a look: it is the same kernel as another one. None: it is its own."""
+        return None
 
     def tolerance(self, spec: Spec, output: str) -> float:
         """The largest relative error that a right kernel shows in this output: its rounding, and little more."""

@@ -10,7 +10,7 @@ import torch
 from kdagen import reference
 from kdagen.ops.metadata import step_tables
 from kdagen.ops.prefill import chunk_kda
-from kdagen.spec import DTYPES, Problem, Spec
+from kdagen.spec import DTYPES, Problem, Schedule, Spec
 from kdagen.tuning import space
 from kdagen.tuning.cases import TORCH_DTYPES, Case, Random, boundaries, case
 from kdagen.tuning.cases_decode import gate_inputs
@@ -69,6 +69,11 @@ class Prefill(Case):
 
 @case("prefill_prepare")
 class Prepare(Prefill):
+    def redundant(self, spec: Spec, schedule: Schedule) -> str | None:
+        if schedule.form and schedule.blocks:
+            return f"the {schedule.form} form has no blocks: it is the same kernel without them"
+        return None
+
     def gate(self, spec: Spec) -> str:
         return spec.gate
 

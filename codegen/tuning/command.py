@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from kdagen import devices, dispatch, families, files, table
 from kdagen.errors import KdagenError, refuse
 from kdagen.spec import Target
 from kdagen.tuning import cases, space
+from kdagen.tuning.compile_workers import pools
 from kdagen.tuning.journal import Journal
 from kdagen.tuning.progress import Bars
 from kdagen.tuning.space import Candidate, Point
@@ -58,7 +60,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
 
     Ctrl-C keeps what was measured: run again with --resume.
     """
-    console = Console(width=None if Console().is_terminal else 160)
+    console, began = Console(width=None if Console().is_terminal else 160), time.monotonic()
     try:
         if dry_run:
             target = devices.named(device)
@@ -68,12 +70,14 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
         settings = Settings(budget_s=seconds(budget), seed=seed, compile_timeout_s=compile_timeout,
                             compile_workers=jobs or max(1, (os.cpu_count() or 2) - 1))
         runners = _runners(gpus, ray_address)
+        compilers = pools(settings.compile_workers, settings.compile_timeout_s)
         target, env = environment(runners[0])
         points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
         journal = Journal(journal_path or files.cache_dir() / f"sweep-{target.arch}-{target.slug}.jsonl", resume=resume)
+        settings.budget_s = max(1.0, settings.budget_s - (time.monotonic() - began))
         with Bars(settings.budget_s, console) as bars:
             sweep = Sweep(points, candidates, target, env, runners, journal,
-                          out or table.path_of(target.arch, target.slug), settings, bars)
+                          out or table.path_of(target.arch, target.slug), settings, bars, compilers)
             rows = sweep.run()
         summary(console, sweep, rows)
     except KdagenError as error:
@@ -93,7 +97,8 @@ def plan(names, chunk_size, dtypes, shapes, target: Target, seed: int, limit: in
             points = space.points_of(spec, problems or cases.get(name).problems(spec))[:max_points]
             lists.append(points)
             candidates[spec.name] = space.candidates(spec, target, dispatch.triton_version(), seed=seed, limit=limit,
-                                                     problems=[point.problem for point in points])
+                                                     problems=[point.problem for point in points],
+                                                     redundant=cases.get(name).redundant)
     if not lists:
         refuse("the selection", "no committed Spec", "a family, chunk size and dtype that `kdagen list` shows")
     return space.in_turn(lists, stride=3), candidates

@@ -115,8 +115,21 @@ def refuse_resources(report: dict, target: Target) -> str | None:
     return None
 
 
+def warm_up() -> None:
+    """What a worker process does before its first job: the slow imports."""
+    import triton  # noqa: F401
+
+    import kdagen.launch  # noqa: F401
+
+
 def pool(workers: int, timeout_s: float) -> Pool:
-    """The compiling processes: ``pool.run(jobs)`` yields (job, report or Failed) as they finish."""
+    """Compiling processes, started: ``pool.run(jobs)`` yields (job, report or Failed) as they finish."""
     made = Pool("kdagen.tuning.compile_workers:compile_launch", workers, timeout_s, ENVIRONMENT)
     made.start()
     return made
+
+
+def pools(workers: int, timeout_s: float) -> list[Pool]:
+    """All processes, in up to three pools that work side by side."""
+    parts = min(3, workers)
+    return [pool((workers + part) // parts, timeout_s) for part in range(parts)]

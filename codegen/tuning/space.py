@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def in_turn(lists: list[list[Point]], stride: int = 1) -> list[Point]:
 
 
 def candidates(spec: Spec, target: Target, triton: str, *, problems: Iterable[Problem] = (), seed: int = 0,
-               limit: int | None = None) -> list[Candidate]:
+               limit: int | None = None, redundant: Callable = lambda spec, schedule: None) -> list[Candidate]:
     """Every schedule of the Spec's space and every default, each once: the default first, then what is most like one.
 
     Among those equally like, a seeded order. Refused ones carry their reason. ``limit`` keeps that many that are not
@@ -109,7 +109,8 @@ def candidates(spec: Spec, target: Target, triton: str, *, problems: Iterable[Pr
     space.sort(key=lambda schedule: min(differences(schedule, default) for default in defaults))
     out, kept = [], 0
     for schedule in [*defaults, *space]:
-        why = family.supports(spec, schedule, target) or quirks.reason(spec, schedule, target, triton)
+        why = (family.supports(spec, schedule, target) or quirks.reason(spec, schedule, target, triton)
+               or redundant(spec, schedule))
         if why is None and limit is not None and kept >= limit and schedule not in defaults:
             why = f"beyond the limit of {limit} candidates"
         kept += why is None

@@ -26,6 +26,7 @@ from kdagen.tuning.workers import Failed, Worker
 JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 NEARBY_OCTAVES = 4
+WRITE_EVERY_S = 3.0
 
 
 class Runner(Protocol):
@@ -60,7 +61,7 @@ class Reporter:
 class Settings:
     budget_s: float = 1200.0
     keep: float = 0.10           # a candidate this much slower than the best screened one is not looked at further
-    finalists: int = 5
+    finalists: int = 4
     compile_workers: int = 4
     compile_timeout_s: float = 60.0
     seed: int = 0
@@ -81,16 +82,18 @@ class Sweep:
     out: Path
     settings: Settings = field(default_factory=Settings)
     reporter: Reporter = field(default_factory=Reporter)
-    compiler: Compiler | None = None           # None: processes of this host
+    compilers: list[Compiler] = field(default_factory=list)  # none given: processes of this host
 
     def __post_init__(self):
         self.deadline = time.monotonic() + self.settings.budget_s
-        self.compiler = self.compiler or compile_workers.pool(self.settings.compile_workers,
-                                                              self.settings.compile_timeout_s)
+        self.compilers = self.compilers or compile_workers.pools(self.settings.compile_workers,
+                                                                 self.settings.compile_timeout_s)
         self.stopped = threading.Event()
         self.before = table.read(self.out, skipped=[])
         self.finals: dict[str, dict[tuple, choose.Finals]] = {}
         self.times: dict[str, dict[str, dict[str, float]]] = {}   # Spec -> point -> candidate -> screened us
+        self.written = time.monotonic()
+        self.taken = 0                                            # points that are measured, or were
         self.ahead = Ahead(self)
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
@@ -102,22 +105,24 @@ class Sweep:
         """Sweep until all points are done, the budget is over, or Ctrl-C; then the rows, also written to ``out``."""
         self.reporter.begin(len(self.points))
         todo = iter(self.points)
-        threads = [threading.Thread(target=self._guard, args=(self.ahead.prepare_all,), daemon=True)]
-        threads += [threading.Thread(target=self._guard, args=(self._measure_all, runner, todo), daemon=True)
-                    for runner in self.runners]
+        parts = len(self.compilers)
+        ahead = [threading.Thread(target=self._guard, args=(self.ahead.prepare, part, parts), daemon=True)
+                 for part in range(parts)]
+        measuring = [threading.Thread(target=self._guard, args=(self._measure_all, runner, todo), daemon=True)
+                     for runner in self.runners]
         try:
-            for thread in threads:
+            for thread in [*ahead, *measuring]:
                 thread.start()
-            while any(thread.is_alive() for thread in threads[1:]):
-                for thread in threads[1:]:
+            while any(thread.is_alive() for thread in measuring):
+                for thread in measuring:
                     thread.join(0.1)
         except KeyboardInterrupt:
             pass
         finally:
             self.stopped.set()
-            for process in [*self.runners, self.compiler]:
+            for process in [*self.runners, *self.compilers]:
                 process.stop()
-            for thread in threads:
+            for thread in [*ahead, *measuring]:
                 if thread.is_alive():
                     thread.join(5.0)
         if self.errors:
@@ -155,6 +160,7 @@ class Sweep:
         while not self.over:
             with self.lock:
                 point = next(todo, None)
+                self.taken += 1
             if point is None:
                 return
             fit = self.ahead.wait(point)
@@ -163,7 +169,8 @@ class Sweep:
             result = self._measure(point, runner, fit)
             if result is not None:
                 self.reporter.finish(point.name, result)
-                self.write()
+                if time.monotonic() - self.written > WRITE_EVERY_S:
+                    self.write()
 
     def _measure(self, point: Point, runner: Runner, fit: list[Candidate]) -> str | None:
         """Screen, verify and time one point; what came out in words, or None if the budget ended before."""
@@ -280,6 +287,7 @@ class Sweep:
         """Merge the rows, by the hysteresis rule, into what ``out`` held before this sweep."""
         rows = self.rows()
         with self.lock:
+            self.written = time.monotonic()
             if rows or self.before:
                 table.write(self.out, table.merge(self.before, rows))
         return rows

@@ -32,8 +32,10 @@ def answer_jobs(pipe, entry: str, env: dict[str, str]) -> None:
     os.environ.update(env)
     os.nice(int(env.get("KDAGEN_NICE", "0")))
     logging.getLogger("kdagen").setLevel(logging.ERROR)  # that candidates are rendered on demand is what is wanted here
-    module, name = entry.split(":")
-    function = getattr(import_module(module), name)
+    module_name, name = entry.split(":")
+    module = import_module(module_name)
+    getattr(module, "warm_up", lambda: None)()
+    function = getattr(module, name)
     while True:
         try:
             job = pipe.recv()
