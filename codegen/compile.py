@@ -87,7 +87,8 @@ def _compile(jit, kernel, schedule: Schedule, target: str):
         gpu = GPUTarget("cuda", int(target[2:]), 32)
     else:
         gpu = GPUTarget("hip", target, 64)
-    return triton.compile(source, target=gpu, options={"num_warps": schedule.warps, "num_stages": schedule.stages})
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages} | kernel.options
+    return triton.compile(source, target=gpu, options=options)
 
 
 def _measure(compiled, target: str) -> dict:

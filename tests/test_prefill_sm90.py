@@ -16,7 +16,8 @@ SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 
 @pytest.mark.parametrize("rows, longest, N, HV, form", [
     (128, 128, 1, 96, "windows"), (128, 128, 1, 32, "windows"), (512, 512, 1, 32, "windows"),
-    (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "serial"), (131, 48, 6, 32, "serial"), (128, 2, 64, 32, "serial"),
+    (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "windows"),
+    (31, 31, 1, 32, "serial"), (131, 48, 6, 32, "serial"), (128, 2, 64, 32, "serial"),
     (128, 128, 1, 12, "segments"), (32, 32, 1, 12, "segments"), (1024, 1024, 1, 8, "segments"), (1, 1, 1, 4, "serial"),
     (512, 0, 1, 32, "serial"), (128, 0, 1, 4, "serial"), (0, 0, 1, 4, "serial"),
 ])
@@ -86,7 +87,7 @@ class Recorder:
         self.names, self.seen = list(inspect.signature(kernel.fn).parameters), seen
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, num_stages):
+        def launch(*args, num_warps, num_stages, maxnreg=None):
             assert len(args) == len(self.names), f"{len(args)} arguments for {self.names}"
             self.seen.append((grid[0], [part for arg in args for part in self.expanded(arg)]))
             boxes = {n: f"tensordesc<bf16[64, {a.block_shape[-1]}]>" if hasattr(a, "block_shape") else "i32"
@@ -105,8 +106,8 @@ class Recorder:
         return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg]
 
 
-@pytest.fixture
-def recorded(monkeypatch):
+@pytest.fixture(params=["tma", "split"])
+def recorded(request, monkeypatch):
     """The sm90 modules with recorders for kernels; streams, maps and the driver's launcher replaced by nothing."""
     from triton.backends.nvidia import driver
 
@@ -134,11 +135,11 @@ def recorded(monkeypatch):
                 monkeypatch.setattr(found, name, Recorder(getattr(kernel, "jit", kernel), seen))
         return found
 
-    segments = module("prefill_segments", Schedule.make(form="tma", bm=64, warps=4, stages=3))
+    segments = module("prefill_segments", Schedule.make(form=request.param, bm=64, warps=4, stages=3))
     choice = segments, {"num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(prefill_sm90.Layout, "_segments_choice", lambda self: choice)
     prepare = module("prefill_prepare", Schedule.make(form="gluon", warps=4, stages=1))
-    state = module("prefill_state", Schedule.make(form="tma", bv=64, warps=4, stages=3))
+    state = module("prefill_state", Schedule.make(form=request.param, bv=64, warps=4, stages=3))
     kernels = prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
         prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
         state=state.launch, state_options={"num_warps": 4, "num_stages": 3}, row_bytes=74240)

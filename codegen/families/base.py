@@ -19,13 +19,15 @@ class Kernel:
 
     ``signature`` maps run-time argument names to Triton types (``*bf16``, ``i32``, ``fp32``, ``tensordesc<...>``);
     ``constants`` the constexpr arguments to values; ``divisible`` the arguments promised to be multiples of 16
-    (pointers always are). Several Kernels may name the same function with other constants.
+    (pointers always are). Several Kernels may name the same function with other constants. ``options`` are the compiler
+    options that the module's ``launch`` sets beside warps and stages (``maxnreg``).
     """
 
     name: str
     signature: dict[str, str]
     constants: dict[str, object] = field(default_factory=dict)
     divisible: tuple[str, ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
 
 
 class Family:

@@ -1,7 +1,8 @@
 """Prefill of few long heads: the map of each segment, and the states between segments. Template: prefill_segments.py.j2.
 
 The state after a segment is h P + OFF in the state h before it. ``map_kernel`` finds P and OFF of all inner segments side by
-side, ``combine_kernel`` chains them; then prefill_state walks all segments at once. Form ``tma`` (sm90) has its own map.
+side, ``combine_kernel`` chains them; then prefill_state walks all segments at once.
+Forms ``tma`` and ``split`` (sm90): as prefill_state's.
 Schedule: ``bm`` rows of OFF (V of them) or of P (K) in a program of the map.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
 from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.families.prefill_state import refuse_rows, tile_type
 from kdagen.spec import Problem, Schedule, Spec, Target
 
 
@@ -22,7 +24,7 @@ def stage_bytes(spec: Spec, bm: int) -> int:
 class Segments(Family):
     name = "prefill_segments"
     title = "prefill in segments: their maps, and the states between them"
-    forms = ("", "tma")
+    forms = ("", "tma", "split")
     space = {"bm": (16, 32, 64, 128)}
     warps = (4, 8)
     stages = (1, 2, 3, 4)
@@ -35,9 +37,9 @@ class Segments(Family):
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
             return reason
-        if schedule.form == "tma" and (reason := refuse_hopper_form(spec, schedule, target)):
-            return reason
         bm, kp, vp = schedule.block.get("bm", 0), padded(spec.k), padded(spec.v)
+        if schedule.form and (reason := refuse_hopper_form(spec, schedule, target) or refuse_rows(schedule, bm)):
+            return reason
         if bm < 16 or bm != next_power_of_2(bm) or bm > min(kp, vp):
             return f"bm {bm} is not a power of two from 16 to {min(kp, vp)}"
         if schedule.warps and bm * kp > 128 * 32 * schedule.warps:
@@ -50,8 +52,7 @@ class Segments(Family):
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         if target is not None:
-            few = problem is not None and problem.seqs * problem.heads <= 4
-            schedule = Schedule.make(form="tma", bm=64 if few else 128, warps=4 if few else 8, stages=3)
+            schedule = Schedule.make(form="tma", bm=64, warps=4, stages=3)  # measured: bm = 128 is never faster
             if self.supports(spec, schedule, target) is None:
                 return schedule
         kp = padded(spec.k)
@@ -66,17 +67,15 @@ class Segments(Family):
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
         from kdagen import devices
 
-        sizes = (Problem(8192, 1, 1), Problem(8192, 1, 12))
-        found = [self.default(spec)] + [self.default(spec, devices.named(arch), size)
-                                        for arch in sorted(devices.ARCHS) for size in sizes]
+        found = [self.default(spec)] + [self.default(spec, devices.named(arch)) for arch in sorted(devices.ARCHS)]
         return tuple(dict.fromkeys(found))
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        if schedule.form == "tma":
-            return self._tma_kernels(spec, schedule)
+        if schedule.form:
+            return self._hopper_kernels(spec, schedule)
         single = {"p_lo": None} if spec.dtype == "fp32" else {}
         shared = {"chunk_offsets": "*i64", "off": "*fp32"} | pointers(spec.dtype, "p_hi", "p_lo")
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
@@ -88,14 +87,16 @@ class Segments(Family):
                 Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single))
 
     @staticmethod
-    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
+    def _hopper_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: tile_type(spec.chunk, width, gluon=schedule.form == "split")
         shared = {"off": "*fp32", "p_hi": "*bf16", "p_lo": "*bf16", "chunk_offsets": "*i64"}
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
         of_map = {"kg": tile(spec.k), "w": tile(spec.k), "u": tile(schedule.block["bm"]), "dec": "*fp32"} | shared
         of_map |= dict.fromkeys(("slot_base", "seg_begin"), "i32")
         of_combine = {name: kind for name, kind in shared.items() if name != "N"} | {"hs": "*fp32"}
-        return Kernel("map_kernel", of_map, {"STAGES": schedule.stages}), Kernel("combine_kernel", of_combine, {"STAGES": 2})
+        options = {"maxnreg": 128} if schedule.form == "split" else {}  # of 8 warps, which share registers unequally
+        return (Kernel("map_kernel", of_map, {"STAGES": schedule.stages}, (), options),
+                Kernel("combine_kernel", of_combine, {"STAGES": 2}))
 
     def committed(self) -> Iterable[Spec]:
         yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")

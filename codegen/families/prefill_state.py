@@ -2,7 +2,8 @@
 
 A program is ``bv`` rows of V of one (sequence, value head, segment), with its part of the state, transposed to [BV, K], in
 registers from the first chunk to the last. Everything that only drops a branch (slots, checkpoints, the state's layout,
-inner starts and ends) is a constexpr of one file. Form ``tma`` (sm90) reads the intermediates through descriptors.
+inner starts and ends) is a constexpr of one file. On sm90, form ``tma`` reads the intermediates through descriptors, and
+``split`` besides gives loads, states and outputs to warps of their own; both leave the same bits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,26 @@ def stage_bytes(spec: Spec, bv: int) -> int:
     return spec.chunk * (3 * padded(spec.k) + bv + spec.chunk) * size
 
 
+def tile_type(rows: int, columns: int, *, gluon: bool) -> str:
+    """The type of a bf16 host descriptor in a signature; Gluon's names the shared layout too."""
+    layout = ("NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, "
+              "cga_layout=[])")
+    return f"tensordesc<bf16[{rows}, {columns}]{',' + layout if gluon else ''}>"
+
+
+def refuse_rows(schedule: Schedule, rows: int) -> str | None:
+    """The reason why an sm90 form cannot take so many rows of state (or of a map): 16 a warp, and one warpgroup in split."""
+    if schedule.form == "split" and (rows, schedule.warps or 4) != (64, 4):
+        return f"the split form has 64 rows of state in 4 warps, not {rows} in {schedule.warps}"
+    if schedule.warps and rows != 16 * schedule.warps:
+        return f"the {schedule.form} form has 16 rows of state a warp, not {rows} in {schedule.warps} warps"
+    return None
+
+
 class State(Family):
     name = "prefill_state"
     title = "serial half of prefill: the state over the chunks, and the outputs"
-    forms = ("", "tma")
+    forms = ("", "tma", "split")
     space = {"bv": (16, 32, 64, 128)}
     warps = (4, 8)
     stages = (1, 2, 3, 4)
@@ -38,25 +55,32 @@ class State(Family):
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
             return reason
-        if schedule.form == "tma" and (reason := refuse_hopper_form(spec, schedule, target)):
-            return reason
         bv, kp = schedule.block.get("bv", 0), padded(spec.k)
+        if schedule.form and (reason := refuse_hopper_form(spec, schedule, target) or refuse_rows(schedule, bv)):
+            return reason
         if bv < 16 or bv != next_power_of_2(bv) or bv > padded(spec.v):
             return f"bv {bv} is not a power of two from 16 to {padded(spec.v)}"
         if schedule.warps and bv * kp > 128 * 32 * schedule.warps:
             return f"a state tile of {bv} x {kp} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
         if target is not None and schedule.stages > 1:
             need = schedule.stages * stage_bytes(spec, bv)
+            if schedule.form == "split":  # h and v' for the warps of the outputs, a tile to turn o, barriers
+                need += 4 * spec.chunk * spec.k + 128
             if need > target.smem:
                 return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """As many stages as fit, up to 3; a wide tile of V once the heads alone fill the device."""
+        """On sm90 the tma form, else as many stages as fit, up to 3; a wide tile of V once the heads alone fill the device.
+
+        The sm90 rule is measured on the H200: BV = 128 halves the loads, BV = 64 the length of a step.
+        """
         kp, vp = padded(spec.k), padded(spec.v)
         if target is not None:
-            narrow = problem is None or 2 * problem.seqs * problem.heads <= target.sms
-            schedule = Schedule.make(form="tma", bv=64 if narrow else 128, warps=4 if narrow else 8, stages=3)
+            programs = 0 if problem is None else problem.seqs * problem.heads
+            many = problem is not None and (programs >= 400 or problem.tokens <= 2 * spec.chunk * problem.seqs)
+            wide = many or (programs >= 90 and problem.seqs == 1)
+            schedule = Schedule.make(form="tma", bv=128 if wide else 64, warps=8 if wide else 4, stages=3)
             if self.supports(spec, schedule, target) is None:
                 return schedule
         wide = problem is not None and target is not None and problem.seqs * problem.heads * vp >= 80 * 128
@@ -78,11 +102,12 @@ class State(Family):
         return tuple(dict.fromkeys(found))
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
-        return max(1, problem.seqs * problem.heads), max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
+        """The programs are squared: a load bucket then spans a factor of 1.4, and 64 heads are not taken for 96."""
+        return max(1, problem.seqs * problem.heads) ** 2, max(1, problem.tokens // max(1, problem.seqs) // spec.chunk)
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        if schedule.form == "tma":
-            return self._tma_kernels(spec, schedule)
+        if schedule.form:
+            return self._hopper_kernels(spec, schedule)
         intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
         sizes = dict.fromkeys(("row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "checkpoints",
                                "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
@@ -101,8 +126,8 @@ class State(Family):
         return plain, pool, inner
 
     @staticmethod
-    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
+    def _hopper_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: tile_type(spec.chunk, width, gluon=schedule.form == "split")
         signature = dict.fromkeys(("qg", "kg", "w"), tile(spec.k))
         signature |= {"u": tile(schedule.block["bv"]), "aqk": tile(spec.chunk)}
         signature |= {"dec": "*fp32", "o": "*bf16", "cu_seqlens": "*i32", "chunk_offsets": "*i64", "has_initial": "*i1"}
@@ -117,7 +142,8 @@ class State(Family):
         for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):
             kept = {name: kind for name, kind in signature.items() if name not in absent}
             constants = dict.fromkeys(absent) | {"V_FIRST": True, "STAGES": schedule.stages}
-            found.append(Kernel("state_kernel", kept, constants, tuple(strides)))
+            options = {"maxnreg": 168} if schedule.form == "split" else {}  # of 12 warps, which share registers unequally
+            found.append(Kernel("state_kernel", kept, constants, tuple(strides), options))
         return tuple(found)
 
     def committed(self) -> Iterable[Spec]:

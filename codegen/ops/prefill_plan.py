@@ -118,7 +118,7 @@ def choose(q: torch.Tensor, K: int, V: int, chunk: int, gate: str, problem: Prob
     sizes = dict(chunk=chunk, k=K, v=V, dtype=dtype)
     prepare, state = (_pick(spec, problem, target, portable) for spec in (
         Spec.make("prefill_prepare", **sizes, gate=gate), Spec.make("prefill_state", **sizes)))
-    hopper = prepare.schedule.form != "" and state.schedule.form == "tma"
+    hopper = prepare.schedule.form != "" and state.schedule.form != ""
     options = lambda choice: {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
     kp, vp = padded(K), padded(V)
     row_bytes = chunk * (3 * kp + vp + chunk) * q.element_size() + 4 * kp

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import devices, dispatch, families
 from kdagen.ops._tensor_maps import MapKernel, address, kind, token_tiles
-from kdagen.spec import Problem
+from kdagen.spec import Problem, Variant
 
 C, K, V = 64, 128, 128   # all that the forms support
 BF16, FP32 = (torch.bfloat16, 2), (torch.float32, 4)
@@ -52,9 +52,11 @@ def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms
     Measured on the H200: windows pay for one long sequence of 16 to 33 heads, or of 90 and more; segments up to 12 heads.
     """
     programs = N * HV
-    if N == 1 and longest == rows and rows >= 64 and (16 <= programs <= 33 or programs >= 90):
+    if N == 1 and longest == rows and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
         if programs >= 90:
             shares = (0.6, 0.8)
+        elif rows < 64:
+            shares = (1 / 2,)
         elif rows >= 256:
             shares = (1 / 2, 4 / 6, 5 / 6)
         else:
@@ -301,7 +303,11 @@ class Layout:
         found = _KERNELS.get(key)
         if found is None:
             problem = Problem(self.rows * C, self.N, self.HV)
-            choice = dispatch.pick(self.kernels.segments_spec, problem, devices.of_index(self.device))
+            spec, target = self.kernels.segments_spec, devices.of_index(self.device)
+            choice = dispatch.pick(spec, problem, target)
+            if not choice.schedule.form:  # the portable map takes no descriptors
+                schedule = families.get(spec.family).default(spec, target, problem)
+                choice = dispatch.Choice(Variant(spec, schedule.source_key), schedule, "default")
             options = {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
             found = _KERNELS[key] = choice.module, options
         return found
