@@ -230,10 +230,10 @@ def test_twice_alone_and_in_a_batch(rng):
         assert torch.equal(alone[1][slot], first[1][slot]) and torch.equal(alone[2][slot], first[2][slot])
 
 
-@pytest.mark.parametrize("bv", [8, 16])
-def test_every_tile_of_V_is_right(rng, bv):
+@pytest.mark.parametrize("regs", [0, 128])
+def test_a_pinned_schedule_is_right(rng, regs):
     tensors, options = case(rng, N=2, K=16, V=12)
-    with kdagen.dispatch.pin(f"decode_step__k16_v12_fp32__bv{bv}"):
+    with kdagen.dispatch.pin(f"decode_step__k16_v12_fp32__bv16_regs{regs}"):
         agree(*both(tensors, options))
 
 
@@ -337,10 +337,17 @@ def test_limits_and_names():
             assert parse(name).name == name
     spec = Spec.make("decode_step", k=128, v=128, dtype="bf16")
     refusal = lambda **schedule: family.supports(spec, Schedule.make(**schedule), None) or ""
-    assert "power of two" in refusal(bv=48, warps=8)
-    assert "up to V" in refusal(bv=256, warps=8)
-    assert "registers" in refusal(bv=32, warps=2)
-    assert "more than 16 tiles" in refusal(bv=4, warps=8)
+    assert "not bv and regs" in refusal(bv=32, warps=8)
+    assert "power of two" in refusal(bv=48, regs=0, warps=8)
+    assert "up to V" in refusal(bv=256, regs=0, warps=8)
+    assert "more than 16 tiles" in refusal(bv=4, regs=0, warps=8)
+    assert "regs 100" in refusal(bv=32, regs=100, warps=8)
+    assert "another order" in refusal(bv=64, regs=0, warps=8)
+    assert "another order" in refusal(bv=32, regs=0, warps=16)
+    assert "registers a thread" in refusal(bv=32, regs=0, warps=2)
+    capped = Schedule.make(bv=32, regs=128, warps=8)
+    assert family.supports(spec, capped, kdagen.devices.named("h200")) is None
+    assert "CUDA only" in family.supports(spec, capped, kdagen.devices.named("mi300x"))
 
 
 @given(k=st.integers(1, 256), v=st.integers(1, 256), k_first=st.booleans(), width=st.sampled_from([2, 3, 4]),

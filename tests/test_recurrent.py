@@ -384,11 +384,11 @@ def test_twice_and_alone_and_in_a_batch_give_the_same_bits(rng):
         assert torch.equal(one_pool[table[n].long()], mine[table[n].long()])
 
 
-@pytest.mark.parametrize("bv", [16, 32])
-def test_a_pinned_schedule_changes_no_bit(rng, bv):
+@pytest.mark.parametrize("blocks", ["bv16_evict0", "bv32_evict1"])
+def test_a_pinned_schedule_changes_no_bit(rng, blocks):
     x, options = kda(rng, "bounded", T=2, H=1, K=16, V=20)
     o, final = fused_recurrent_kda(**x, **options, output_final_state=True)
-    with kdagen.dispatch.pin(f"recurrent__k16_v20_fp32__bv{bv}"):
+    with kdagen.dispatch.pin(f"recurrent__k16_v20_fp32__{blocks}"):
         pinned = fused_recurrent_kda(**x, **options, output_final_state=True)
     assert torch.equal(pinned[0], o) and torch.equal(pinned[1], final)
 
@@ -551,16 +551,19 @@ def test_limits_are_stated_once_and_defaults_respect_them():
                 assert family.supports(spec, family.default(spec), kdagen.devices.named("h200")) is None
     spec = Spec.make("recurrent", k=128, v=128, dtype="bf16")
     refusal = lambda **schedule: family.supports(spec, Schedule.make(**schedule), None) or ""
-    assert "power of two" in refusal(bv=12, warps=1)
-    assert "more than V" in refusal(bv=256, warps=1)
-    assert "registers" in refusal(bv=64, warps=1)
-    assert "threads" in refusal(bv=64, warps=64)
-    assert "another order" in refusal(bv=8, warps=2)
-    assert "other threads" in refusal(bv=2, warps=1)
-    assert "K = 300" in family.supports(Spec.make("recurrent", k=300, v=8, dtype="bf16"), Schedule.make(bv=8), None)
-    assert "dtype" in family.supports(Spec.make("recurrent", k=8, v=8, dtype="i32"), Schedule.make(bv=8), None)
+    assert "not bv and evict" in refusal(bv=8, warps=1)
+    assert "0 or 1" in refusal(bv=8, evict=2, warps=1)
+    assert "power of two" in refusal(bv=12, evict=0, warps=1)
+    assert "more than V" in refusal(bv=256, evict=0, warps=1)
+    assert "registers" in refusal(bv=64, evict=0, warps=1)
+    assert "threads" in refusal(bv=64, evict=0, warps=64)
+    assert "another order" in refusal(bv=8, evict=0, warps=2)
+    assert "other threads" in refusal(bv=2, evict=0, warps=1)
+    plain = Schedule.make(bv=4, evict=0, warps=1)
+    assert "K = 300" in family.supports(Spec.make("recurrent", k=300, v=8, dtype="bf16"), plain, None)
+    assert "dtype" in family.supports(Spec.make("recurrent", k=8, v=8, dtype="i32"), plain, None)
     turned = Spec.make("recurrent", k=128, v=128, dtype="bf16", k_first=True)
-    assert "another order" in family.supports(turned, Schedule.make(bv=16, warps=2), None)
+    assert "another order" in family.supports(turned, Schedule.make(bv=16, evict=0, warps=2), None)
 
 
 @given(k=st.integers(1, 256), v=st.integers(1, 256), half_state=st.booleans(), k_first=st.booleans(),

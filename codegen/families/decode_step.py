@@ -23,28 +23,47 @@ class DecodeStep(Family):
         "k_first": Flag("k_first", (False, True)),       # states [HV, K, V] instead of [HV, V, K]
         "width": Flag("width", (4, 3, 2), prefix="w"),   # taps of the convolution
     }
-    space = {"bv": (16, 32, 64, 128)}
+    space = {"bv": (32, 64, 128), "regs": (0, 128)}  # rows of V a tile; registers a thread at most, 0: as many as it takes
     warps = (4, 8, 16)
     stages = (1,)
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
         weighted_sum = " + ".join(f"b_x{w}.to(tl.float32) * b_w{w}.to(tl.float32)" for w in range(spec.width))
-        return layout_context(spec) | {
-            "W": spec.width, "NV": -(-spec.v // schedule.block["bv"]), "weighted_sum": weighted_sum}
+        NV = -(-spec.v // schedule.block["bv"])
+        return layout_context(spec) | {"W": spec.width, "NV": NV, "weighted_sum": weighted_sum}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
-        bv = schedule.block.get("bv", 0)
+        if set(schedule.block) != {"bv", "regs"}:
+            return f"blocks {dict(schedule.blocks)} are not bv and regs"
+        bv, regs = schedule.block["bv"], schedule.block["regs"]
         if bv < 1 or bv & (bv - 1) or bv > next_power_of_2(spec.v):
             return f"bv {bv} is not a power of two up to V = {spec.v}"
         if spec.v > 16 * bv:
             return f"V = {spec.v} in tiles of bv {bv} is more than 16 tiles, each unrolled"
-        return refuse_head_dims(spec) or refuse_tile(
-            next_power_of_2(spec.k) * next_power_of_2(spec.v), schedule.warps, target)
+        if regs and regs not in (64, 96, 128, 168, 255):
+            return f"regs {regs} is not 0, 64, 96, 128, 168 or 255"
+        if regs and target and target.vendor == "hip":
+            return "a cap on registers is an option of CUDA only"
+        elements = next_power_of_2(spec.k) * next_power_of_2(spec.v)
+        reason = refuse_head_dims(spec) or refuse_tile(elements, schedule.warps, target)
+        if reason:
+            return reason
+        # Which schedule runs depends on the batch. A sequence's bits must not: all schedules sum in the same order.
+        same = self.default(spec)
+        if bv != same.block["bv"] or schedule.warps not in (0, same.warps):
+            return f"bv {bv} with {schedule.warps} warps sums in another order than bv {same.block['bv']} with {same.warps}"
+        return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """At most 64 elements of the state a thread, in tiles of 32 rows."""
+        """At most 64 elements of the state a thread, in tiles of 32 rows. With 128 registers two programs fit an SM."""
         elements = next_power_of_2(spec.k) * next_power_of_2(spec.v)
-        return Schedule.make(bv=min(32, next_power_of_2(spec.v)), warps=min(16, max(1, elements // 2048)))
+        warps = min(16, max(1, elements // 2048))
+        cap = elements <= 64 * 32 * warps and warps == 8 and not spec.k_first and not (target and target.vendor == "hip")
+        return Schedule.make(bv=min(32, next_power_of_2(spec.v)), regs=128 if cap else 0, warps=warps)
+
+    def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
+        default = self.default(spec)
+        return dict.fromkeys((default, Schedule.make(bv=default.block["bv"], regs=0, warps=default.warps)))
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         runtime = pointers(spec.dtype, "qkv", "z", "g", "beta", "o", "conv_pool", "norm_weight") | pointers(

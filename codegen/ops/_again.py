@@ -7,6 +7,9 @@ goes straight to Triton's C function, and says so when it cannot.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import torch
 
 from kdagen.launch import handle
@@ -15,9 +18,12 @@ ALIGNMENT = 15  # Triton tells addresses apart by their lowest four bits
 
 
 class Again:
-    """A compiled kernel with its grid and all arguments behind the pointers, in signature order."""
+    """A compiled kernel with its grid and all arguments behind the pointers, in signature order.
 
-    __slots__ = ("call", "cooperative", "device", "function", "grid", "hooks", "packed", "pdl", "rest")
+    What was None at compile time is a constant of the kernel: in its place any value does, such as the address 0.
+    """
+
+    __slots__ = ("call", "cooperative", "device", "function", "grid", "hooks", "packed", "pdl", "rest", "stream")
 
     def __init__(self, compiled, device: int, grid: int, rest: tuple):
         found = handle(compiled)
@@ -27,31 +33,29 @@ class Again:
         from triton import knobs
 
         self.hooks = knobs.runtime
+        self.stream = torch._C._cuda_getCurrentRawStream
 
-    def launch(self, pointers: tuple) -> bool:
+    def launch(self, pointers: list[int]) -> bool:
         """Launch on the current stream of the device; False, without a launch, while a profiler hooks launches."""
         if self.hooks.launch_enter_hook.calls or self.hooks.launch_exit_hook.calls:
             return False
-        self.call(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), self.function, self.cooperative,
+        self.call(self.grid, 1, 1, self.stream(self.device), self.function, self.cooperative,
                   self.pdl, None, None, self.packed, None, None, None, *pointers, *self.rest)
         return True
 
 
-def again(compiled, device: int, grid: int, pointers: tuple, rest: tuple) -> Again | None:
+def again(compiled, device: int, grid: int, pointers: list[int], rest: tuple) -> Again | None:
     """How to repeat this launch, or None where that takes Triton's own way (another backend, odd addresses)."""
     if compiled is None or not hasattr(compiled, "run") or misaligned(pointers) or not handle(compiled).short:
         return None
     return Again(compiled, device, grid, rest)
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple:
-    return tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """The tensors' addresses, 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def misaligned(pointers: tuple) -> int:
+def misaligned(pointers: list[int]) -> int:
     """Not 0 if any address is no multiple of 16."""
-    bits = 0
-    for pointer in pointers:
-        if pointer is not None:
-            bits |= pointer
-    return bits & ALIGNMENT
+    return reduce(or_, pointers) & ALIGNMENT

@@ -110,9 +110,12 @@ def fused_recurrent_kda(
             refuse("initial_state", "a tensor beside state_pool", "None", "The pool's slots hold the initial states.")
         final_state = state_pool
     elif output_final_state:
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
+        if initial_state is not None and initial_state.dtype == torch.float32 and initial_state.is_contiguous():
+            final_state = torch.empty_like(initial_state)  # the quick way to a tensor of that shape
+        else:
+            N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+            final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
     else:
         final_state = None
     arguments = (

@@ -99,7 +99,7 @@ def kda_decode_step(
     """
     if out is None:
         HV = beta.shape[-1]
-        out = torch.empty((qkv.shape[0], HV, z.shape[-1] // max(HV, 1)), dtype=qkv.dtype, device=qkv.device)
+        out = qkv.new_empty((qkv.shape[0], HV, z.shape[-1] // max(HV, 1)))
     arguments = (
         qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, state_pool, state_indices, num_accepted_tokens,
         has_initial_state, A_log, dt_bias, norm_weight, scale, lower_bound, eps, pad_slot, allow_neg_eigval, state_v_first,
