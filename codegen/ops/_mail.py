@@ -1,8 +1,8 @@
 """Small host arrays that a kernel reads in place: pinned pages, so that a launch needs no copy before it.
 
 A GPU reads pinned host memory through the same address. A page has SLOTS slots, all used by one stream of one thread;
-when the last is taken, the next call records an event, and the page is used again once the event has passed. Nothing
-waits: while all pages are busy, a new one is made.
+when the last is taken, the next call records an event, and the page is used again once the event has passed. No call waits
+for an event: while all pages are busy, a new one is allocated.
 """
 
 from __future__ import annotations

@@ -151,6 +151,9 @@ def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
     for case in Budget(budget_s).over(CASES):
         cu, host = batch(case, device)
         sizes = {"seqs": len(host) - 1, "tokens": int(host[-1])}
+        empty = time_host(lambda: torch.empty(1000, dtype=torch.int32, device=device))
+        rows.append(row("metadata", f"{case}, one torch.empty", "torch", empty, how="host",
+                        note="what host times of this run compare with", **sizes))
         for op, who, call, pairs in _calls(cu, host, device):
             made = pairs(call())
             size = sum(a.numel() * a.element_size() for a, _ in made)

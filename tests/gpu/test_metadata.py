@@ -105,26 +105,28 @@ def test_host_schedule_is_refused_inside_a_capture():
 
 
 def test_other_stream_and_host_boundaries_in_flight():
-    """A stream that is busy for longer than the pinned pages hold: no call sees another's boundaries."""
+    """More calls behind a busy stream than one pinned page has slots: no call sees another's boundaries."""
     stream, made = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        for i in range(200):
+        build_conv1d_chunk_schedule(boundaries([1]), 8, DEVICE)  # compiled, and the stream's first page is there
+        torch.cuda._sleep(400_000_000)
+        for i in range(100):
             host = boundaries([i, 50, 3 * i])
             made.append((host.clone(), build_conv1d_chunk_schedule(host, 8, DEVICE)))
             host.fill_(POISON)
-        assert not stream.query(), "the stream was to be busy"
+            assert i != 20 or not stream.query(), "20 calls waited for the stream"
     stream.synchronize()
     assert all(same_schedule(schedule, host, 8) for host, schedule in made)
 
 
 def test_work_is_on_the_current_stream():
     stream, host = torch.cuda.Stream(), boundaries([64] * 9)
-    cu = torch.zeros(10, dtype=torch.int32, device=DEVICE)
+    cu, pinned = torch.zeros(10, dtype=torch.int32, device=DEVICE), host.pin_memory()
+    prepare_chunk_metadata_device(cu, host, 64)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        cu.copy_(host.pin_memory(), non_blocking=True)  # seen only by work behind it on this stream
+        torch.cuda._sleep(100_000_000)
+        cu.copy_(pinned, non_blocking=True)  # seen only by work behind it on this stream
         made = prepare_chunk_metadata_device(cu, host, 64)
     stream.synchronize()
     assert same(made[0], chunk_table(host, 64)[0])
