@@ -57,7 +57,7 @@ def test_every_family_but_the_trivial_has_a_case():
 def test_schedules_pass_against_the_oracle(name):
     usable = [c.schedule for c in space.candidates(spec_of(name), devices.named("h200"), "3.6.0") if not c.refused
               and not c.schedule.form]
-    assert len(usable) > 1
+    assert usable, "the small Spec has at least its default"
     blocks = {schedule.source_key: schedule for schedule in usable}
     for schedule in [usable[0], list(blocks.values())[-1]]:
         found = measure.verify(job(name, schedule))
