@@ -163,6 +163,7 @@ def compile_many(jobs: Iterable[Job], *, workers: int = 2, timeout: float = 300.
     jobs = list(jobs)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    futures = []
     try:
         futures = [pool.submit(_run, job) for job in jobs]
         for job, future in zip(jobs, futures):
@@ -173,9 +174,12 @@ def compile_many(jobs: Iterable[Job], *, workers: int = 2, timeout: float = 300.
             except BrokenProcessPool:
                 yield [_failed(job, "the compiler's process died")]
     finally:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
+        if all(future.done() for future in futures):
+            pool.shutdown()
+        else:  # a hung compilation, or a caller that wants no more: do not wait for it
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _failed(job: Job, why: str) -> Report:

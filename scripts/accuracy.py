@@ -92,9 +92,9 @@ def fla(tensors: dict, options: dict, edges):
 def table(data: dict) -> str:
     """The errors as a markdown table, output then state."""
     found = {(row["case"], row["op"], row["who"], row["dtype"]): row for row in data["rows"]}
-    columns = [("chunk_kda", "kdagen", "bfloat16"), ("chunk_kda", "fla", "bfloat16"), ("chunk_kda", "kdagen", "float16"),
-               ("chunk_kda", "kdagen", "float32"), ("fused_recurrent_kda", "kdagen", "bfloat16"),
-               ("fused_recurrent_kda", "kdagen", "float32")]
+    chunk, step = "chunk_kda", "fused_recurrent_kda"
+    columns = [(chunk, "kdagen", "bfloat16"), (chunk, "fla", "bfloat16"), (chunk, "kdagen", "float16"),
+               (chunk, "kdagen", "float32"), (step, "kdagen", "bfloat16"), (step, "kdagen", "float32")]
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     names = [f"{op}{' of fla' if who == 'fla' else ''}, {short[dtype]}" for op, who, dtype in columns]
     out = [f"| inputs | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
@@ -106,9 +106,9 @@ def table(data: dict) -> str:
     peers = ", ".join(f"{name} {version}" for name, version in env["peers"].items()) or "none"
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
-        *out, "", f"Relative error of the output / of the final state against the recurrence in fp64; sequences of {lengths} "
-        f"tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch {env['torch']}, Triton {env['triton']}; "
-        f"peers: {peers}."])
+        *out, "", "Relative error of the output / of the final state against the recurrence in fp64; sequences of "
+        f"{lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch {env['torch']}, Triton "
+        f"{env['triton']}; peers: {peers}."])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -128,8 +128,8 @@ def main(only_table, check, out):
         return
     data = json.loads(next(iter(sorted(FOLDER.glob("*-accuracy.json")))).read_text())
     text = DOCUMENT.read_text()
-    made = re.sub(r"<!-- accuracy -->.*?<!-- /accuracy -->", lambda _: f"<!-- accuracy -->\n{table(data)}\n<!-- /accuracy -->",
-                  text, flags=re.S)
+    block = f"<!-- accuracy -->\n{table(data)}\n<!-- /accuracy -->"
+    made = re.sub(r"<!-- accuracy -->.*?<!-- /accuracy -->", lambda _: block, text, flags=re.S)
     if check:
         sys.exit(made != text)
     DOCUMENT.write_text(made)

@@ -30,7 +30,8 @@ def test_the_range_of_triton_minors_is_inclusive(triton, hit):
 @pytest.mark.parametrize("changes, hit", [
     ({"family": "*"}, True), ({"family": "prefill_prepare"}, False), ({"arch": "sm100"}, False), ({"match": {}}, True),
     ({"match": {"bv": 64, "stages": 2}}, True), ({"match": {"bv": 32}}, False), ({"match": {"form": ""}}, False),
-    ({"match": {"bc": 16}}, False), ({"match": {"dtype": "bf16", "k": 128, "bv": 64}}, True),
+    ({"match": {"bc": 16}}, False),
+    ({"match": {"dtype": "bf16", "k": 128, "bv": 64}}, True),
     ({"match": {"chunk": 32}}, False),
 ])
 def test_every_field_must_match(changes, hit):

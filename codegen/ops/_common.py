@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+
 from kdagen.errors import ArgumentTypeError, refuse
 
 LIBRARY = torch.library.Library("kdagen", "DEF")
