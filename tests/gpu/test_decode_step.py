@@ -12,8 +12,10 @@ from kdagen.ops.decode_step import kda_decode_step
 
 pytestmark = pytest.mark.gpu
 
-# Output: its last rounding alone, 1.7e-3 of the norm in bf16, 2e-4 in fp16. States stay fp32: 1e-7 to 6e-7 is usual.
-OUTPUT = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 2e-3}
+# Output: its last rounding alone, 1.7e-3 of the norm in bf16, at most 2^-9 = 1.95e-3 of any element; 2e-4 in fp16, at most
+# 4.9e-4; in fp32 the approximate exp2, reciprocals and square roots of sm90, each good to 2 ulp. States stay fp32: 1e-7 to
+# 6e-7 is usual.
+OUTPUT = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 STATE = 2e-6
 CONV, POOL, TABLE = 4, 6, 7  # positions in the list of tensors
 
@@ -127,7 +129,16 @@ def test_every_schedule_of_the_space_alone_is_right(rng):
 
 
 def test_more_than_65535_programs(rng):
-    agree(*case(rng, 9000, H=8, K=16, V=16))
+    """8,200 rows of 8 heads; the oracle computes the first and last of them."""
+    tensors, options = case(rng, 8200, H=8, K=16, V=16)
+    out, lines, states = run(tensors, options)
+    assert bool(torch.isfinite(out).all())
+    for rows in (slice(0, 2), slice(8190, 8200)):
+        few = [t[rows] if at in (0, 1, 2, 3, TABLE) else t for at, t in enumerate(tensors)]
+        want = run(few, options, R.kda_decode_step)
+        slots = tensors[TABLE][rows].long()
+        assert relative(out[rows], want[0]) < OUTPUT[torch.bfloat16]
+        assert relative(states[slots], want[2][slots]) < STATE and torch.equal(lines[slots], want[1][slots])
 
 
 def test_graph_replays_with_new_slots_and_never_waits_for_the_device(rng):
