@@ -33,7 +33,7 @@ def read(path: Path) -> list[dict]:
             refuse(path.name, f"triton = {versions!r}", 'the first and last minor version, as in ["3.6", "3.7"]',
                    kind=CorruptFile)
         if not isinstance(entry["match"], dict):
-            refuse(path.name, f"match = {entry['match']!r}", "a table of fields of the schedule or Spec, as in { warps = 8 }",
+            refuse(path.name, f"match = {entry['match']!r}", "a table of schedule or Spec fields, as in { warps = 8 }",
                    kind=CorruptFile)
     return found
 
