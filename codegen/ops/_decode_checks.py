@@ -12,9 +12,9 @@ from kdagen.ops._common import FLOATS, check_device, check_dtype, check_shape
 INTEGERS = (torch.int32, torch.int64)
 
 
-def layout(tensor: torch.Tensor | None):
+def layouts(tensors: tuple) -> tuple:
     """All that the checks look at, cheap to compute and to hash: the key by which a call is remembered as right."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
 
 
 def check_rows_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from kdagen.ops._decode_checks import (
     check_rows_contiguous,
     check_states,
     check_vector,
-    layout,
+    layouts,
 )
 from kdagen.spec import Problem, Spec
 
@@ -135,26 +135,20 @@ def _run(
     scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first, checked,
 ) -> None:
     """The op itself: writes out and final_state. With state_indices, final_state is the pool, also read."""
-    key = (
-        layout(q), layout(k), layout(v), layout(g), layout(beta), layout(out), layout(initial_state),
-        layout(final_state), layout(state_indices), layout(cu_seqlens), layout(A_log), layout(dt_bias),
-        layout(num_accepted), layout(has_initial), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval,
-        v_first,
-    )
+    tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
+               has_initial)
+    key = layouts(tensors), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first
     plan = _MEMO.get(key)
     known = plan is not None and q.is_cuda
     if not known:
-        arguments = (
-            q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
-            has_initial, scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,
-        )
+        arguments = (*tensors, scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first)
         if checked:
             _check(*arguments)
         if not runs_kernels(q):
             return _cpu(*arguments)
         plan = _plan(*arguments)
-    h0 = final_state if state_indices is not None else initial_state
-    tensors = (q, k, v, g, beta, A_log, dt_bias, out, h0, final_state, cu_seqlens, state_indices, num_accepted, has_initial)
+    if state_indices is not None:
+        tensors = (*tensors[:8], final_state, *tensors[9:])  # the pool holds the initial states
     with on_device(q):
         if known and plan.repeat is not None:
             pointers = addresses(*tensors)

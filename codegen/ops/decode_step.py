@@ -29,7 +29,7 @@ from kdagen.ops._decode_checks import (
     check_rows_contiguous,
     check_states,
     check_vector,
-    layout,
+    layouts,
 )
 from kdagen.spec import Problem, Spec
 
@@ -117,25 +117,18 @@ def _run(
     norm_weight, scale, lower_bound, eps, pad_slot, neg_eigval, v_first, checked,
 ) -> None:
     """The op itself: writes out and both pools."""
-    key = (
-        layout(qkv), layout(z), layout(g), layout(beta), layout(out), layout(conv_pool), layout(conv_weight),
-        layout(conv_bias), layout(pool), layout(state_indices), layout(num_accepted), layout(has_initial), layout(A_log),
-        layout(dt_bias), layout(norm_weight), scale, lower_bound, eps, pad_slot, neg_eigval, v_first,
-    )
+    tensors = (qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial,
+               A_log, dt_bias, norm_weight)
+    key = layouts(tensors), scale, lower_bound, eps, pad_slot, neg_eigval, v_first
     plan = _MEMO.get(key)
     known = plan is not None and qkv.is_cuda
     if not known:
-        arguments = (
-            qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial, A_log,
-            dt_bias, norm_weight, scale, lower_bound, eps, pad_slot, neg_eigval, v_first,
-        )
+        arguments = (*tensors, scale, lower_bound, eps, pad_slot, neg_eigval, v_first)
         if checked:
             _check(*arguments)
         if not runs_kernels(qkv):
             return _cpu(*arguments)
         plan = _plan(*arguments)
-    tensors = (qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial,
-               A_log, dt_bias, norm_weight)
     with on_device(qkv):
         if known and plan.repeat is not None:
             pointers = addresses(*tensors)
