@@ -87,11 +87,13 @@ def test_bf16_is_refused_by_the_interpreter_and_right_on_the_cpu_path(rng, cpu_p
         chunk_kda(**tensors, **options, cu_seqlens=edges, chunk_size=16)
 
 
-def test_compiled_in_one_graph(rng, cpu_path):
-    tensors, options = kda(rng, "bounded", T=20, H=1, K=16)
-    compiled = torch.compile(lambda t: chunk_kda(**t, **options, output_final_state=True, chunk_size=16), fullgraph=True,
-                             backend="aot_eager")
-    for found, wanted in zip(compiled(tensors), chunk_kda(**tensors, **options, output_final_state=True, chunk_size=16)):
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_in_one_graph(rng, cpu_path, packed):
+    tensors, options = kda(rng, "bounded", T=20, H=1, K=16, sequences=2 if packed else 1)
+    if packed:
+        options |= dict(cu_seqlens=cu_seqlens([13, 7]), cu_seqlens_cpu=cu_seqlens([13, 7]))
+    call = lambda t: chunk_kda(**t, **options, output_final_state=True, chunk_size=16)
+    for found, wanted in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(tensors), call(tensors)):
         assert torch.equal(found, wanted)
 
 

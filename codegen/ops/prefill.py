@@ -137,7 +137,8 @@ def chunk_kda(
             chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
         if cu_seqlens.shape[0] == 2:
             longest = q.shape[1]
-        elif cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= 16:
+        elif (cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= planning.SEGMENT_HEADS
+              and not torch.compiler.is_compiling()):
             longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens.shape[0] > 1 else 0
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT

@@ -26,6 +26,7 @@ from kdagen.spec import Problem, Spec, Target, Variant
 DEFAULT_WORKSPACE = 4 << 30       # bytes
 INVARIANT = Problem(8192, 1, 32)  # the load that batch-invariant calls look their schedule up with
 MAX_SEGMENTS = 16
+SEGMENT_HEADS = 16                # above so many heads in all sequences, none is cut into segments
 WHOLE = 1 << 30                   # chunks of the only segment of an uncut sequence
 
 _portable = dispatch.memo("chunk_kda portable")
@@ -184,7 +185,7 @@ def segments_of(call: Call) -> int:
     with each segment while the walk shrinks; fewer where more heads share the device.
     """
     heads, chunks = call.N * call.HV, call.longest
-    if heads > 16 or chunks < 16 or call.batch_invariant:
+    if heads > SEGMENT_HEADS or chunks < 16 or call.batch_invariant:
         return 1
     rows = call.chunk_rows.shape[0]
     if rows * call.HV * call.kernels.row_bytes > call.max_workspace:
