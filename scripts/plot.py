@@ -37,18 +37,21 @@ class Figure(NamedTuple):
     panel: tuple[str, ...]
     xlabel: str
     how: str = "graph"
+    only: dict = {}      # field -> the value that a row must have, if it has the field at all
 
 
+PLAIN = {"drafts": 0, "state": "float32"}
 FIGURES = (
-    Figure("prefill-time", "prefill", "us", "tokens", ("heads",), "tokens"),
-    Figure("decode-time", "decode", "us", "seqs", ("op", "heads"), "sequences in the batch"),
-    Figure("decode-bandwidth", "decode", "tb_s", "seqs", ("op", "heads"), "sequences in the batch"),
-    Figure("conv-bandwidth", "conv", "tb_s", "tokens", ("op", "channels"), "tokens"),
-    Figure("conv-update-bandwidth", "conv", "tb_s", "seqs", ("op", "channels"), "sequences in the batch"),
+    Figure("prefill-time", "prefill", "us", "tokens", ("heads",), "tokens", only={"seqs": 1, "gate": "bounded"}),
+    Figure("decode-time", "decode", "us", "seqs", ("op", "heads"), "sequences in the batch", only=PLAIN),
+    Figure("decode-bandwidth", "decode", "tb_s", "seqs", ("op", "heads"), "sequences in the batch", only=PLAIN),
+    Figure("conv-bandwidth", "conv", "tb_s", "tokens", ("op", "channels"), "tokens", only={"seqs": 1}),
+    Figure("conv-update-bandwidth", "conv", "tb_s", "seqs", ("op", "channels"), "sequences in the batch",
+           only=PLAIN | {"op": "causal_conv1d_update"}),
     Figure("metadata-host", "metadata", "us", "seqs", ("op",), "sequences in the batch", "host"),
-    Figure("layer-time", "layer", "us", "seqs", ("model", "heads"), "sequences in the batch"),
+    Figure("layer-time", "layer", "us", "batch", ("heads",), "sequences in the batch"),
 )
-WORDS = {"heads": "H = {}", "channels": "{} channels", "op": "{}", "model": "{}"}
+WORDS = {"heads": "H = {}", "channels": "{} channels", "op": "{}"}
 
 
 def read(folder: Path) -> dict[str, dict]:
@@ -79,12 +82,13 @@ def color(who: str, names: list[str]) -> str:
 # Tables
 
 def table(data: dict) -> str:
-    """The section's markdown table, with the environment under it."""
-    rows, names = timed(data["rows"]), in_order(row["who"] for row in timed(data["rows"]))
-    ours = names[0]
-    lines = defaultdict(dict)
-    for row in rows:
-        lines[(row["case"], row.get("op", ""), row["how"])].setdefault(row["who"], row)
+    """The section's markdown table, with the environment under it. Of several rows of one case the last counts."""
+    lines: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    for row in timed(data["rows"]):
+        lines[(row["case"], row.get("op", ""), row["how"])][row["who"]] = row
+    beside = {line: by for line, by in lines.items() if "kdagen" not in by}  # yardsticks: told under the table
+    lines = {line: by for line, by in lines.items() if line not in beside}
+    names, ours = in_order(who for by in lines.values() for who in by), "kdagen"
     head = ["case", "time", *(f"{who}, us" for who in names), "floor, us", "share", *(f"over {who}" for who in names[1:]),
             "error"]
     out = [f"| {' | '.join(head)} |", f"|{'---|' * 2}{'---:|' * (len(head) - 2)}"]
@@ -101,6 +105,10 @@ def table(data: dict) -> str:
     out += ["", f"{env['gpu']}, torch {env['torch']}, Triton {env['triton']}, {env['day']}; in the same run a copy moved "
             f"{env['copy_tb_s']:.2f} TB/s and a bf16 product ran at {env['matmul_tflop_s']:.0f} TFLOP/s; peers: {peers}. "
             "Medians, with the 20th and 80th percentile."]
+    if beside:
+        told = [f"{who} {number(row['us'])} us ({case}, {how})" for (case, _, how), by in beside.items()
+                for who, row in by.items()]
+        out += ["", f"For comparison: {', '.join(told)}."]
     skipped = [f"{row['case']} ({row['who']}): {row['skipped']}" for row in data["rows"] if "skipped" in row]
     if skipped:
         out += ["", f"Not measured: {'; '.join(skipped)}."]
@@ -129,12 +137,12 @@ def with_tables(text: str, sections: dict[str, dict]) -> str:
 # Figures
 
 def panels(figure: Figure, rows: list[dict]) -> dict[tuple, dict[str, list[tuple[float, dict]]]]:
-    """Panel -> who -> [(x, row)] sorted; panels of a single x are left out, of several rows at one x the first counts."""
+    """Panel -> who -> [(x, row)] sorted; panels of a single x are left out, of several rows at one x the last counts."""
     out: dict[tuple, dict] = defaultdict(lambda: defaultdict(dict))
     for row in timed(rows, figure.how):
-        if figure.x in row and figure.y in row:
-            key = tuple(row.get(part) for part in figure.panel)
-            out[key][row["who"]].setdefault(row[figure.x], row)
+        wanted = all(row.get(name, value) == value for name, value in figure.only.items())
+        if wanted and figure.x in row and figure.y in row:
+            out[tuple(row.get(part) for part in figure.panel)][row["who"]][row[figure.x]] = row
     lines = {key: {who: sorted(by.items()) for who, by in whos.items()} for key, whos in out.items()}
     return {key: lines[key] for key in sorted(lines, key=str_last) if any(len(line) > 1 for line in lines[key].values())}
 
@@ -224,7 +232,7 @@ def draw_speedup(section: str, data: dict, path: Path) -> bool:
     cases = defaultdict(dict)
     for row in timed(data["rows"], "graph"):
         op = row.get("op", "")
-        cases[row["case"] if not op or op in row["case"] else f"{row['case']}, {op}"].setdefault(row["who"], row)
+        cases[row["case"] if not op or op in row["case"] else f"{row['case']}, {op}"][row["who"]] = row
     cases = {case: by for case, by in cases.items() if "kdagen" in by and len(by.keys() & COLORS.keys()) > 1}
     if not cases:
         return False

@@ -155,6 +155,25 @@ def test_a_table_has_every_case_once_and_its_environment(plot):
     assert "4.00 TB/s" in text and "fla 0.6.0" in text and "N=1 H=96 (flashkda): no such op" in text
 
 
+def test_yardsticks_stand_under_the_table_and_the_last_row_counts(plot):
+    data = rows_of()
+    again = data["rows"][1] | {"us": 99.0, "p20": 98.0, "p80": 100.0}
+    data["rows"] += [again, {"section": "decode", "case": "yardstick", "who": "torch.empty", "how": "host", "us": 2.3,
+                             "p20": 2.2, "p80": 2.4, "samples": 3}]
+    lines = plot.table(data).splitlines()
+    assert "torch.empty" not in lines[0] and "For comparison: torch.empty 2.30 us (yardstick, host)." in lines
+    assert lines[2].startswith("| N=1 H=12, recurrent | graph | 99.0 (98.0-100) |")
+
+
+def test_figures_show_only_the_rows_they_are_about(plot):
+    data = rows_of()
+    drafts = [row | {"drafts": 3, "us": 1e6} for row in data["rows"] if "us" in row]
+    data["rows"] = [row | {"drafts": 0} if "us" in row else row for row in data["rows"]] + drafts
+    figure = next(one for one in plot.FIGURES if one.name == "decode-time")
+    shown = [row["us"] for lines in plot.panels(figure, data["rows"]).values() for line in lines.values() for _, row in line]
+    assert shown and max(shown) < 1e6
+
+
 def test_tables_go_between_markers_and_nowhere_else(plot):
     text = ("a\n<!-- benchmark:decode -->\nold | 99 us\n<!-- /benchmark:decode -->\n"
             "b\n<!-- benchmark:conv -->c<!-- /benchmark:conv -->")
