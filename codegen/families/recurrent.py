@@ -94,17 +94,16 @@ class Recurrent(Family):
         """One warp and 2 KB of state a program, 4 KB of half-size states unless there are few.
 
         With V contiguous: 32 columns, so that a row of the tile is a whole memory line, and two warps. The states leave the
-        L2 cache first, which keeps the rest of the step in it (6 % at 32 states, 4 % at 2,048); not those of 8,192 or more,
-        of which so much is written that the order in which the cache lets go of it counts (1 % slower at 24,576).
+        L2 cache first, which keeps the rest of the step in it (measured on an H200: 6 % at 32 states, 4 % at 2,048), but not
+        those of 8,192 or more, of which so much is written that it was 1 % slower (at 24,576).
         """
         states = problem.seqs * problem.heads if problem else 0
-        evict = int(states < 8192)
         if spec.k_first:
             bv = min(32, next_power_of_2(spec.v))
-            return Schedule.make(bv=bv, evict=evict, warps=2 if bv * next_power_of_2(spec.k) >= 1024 else 1)
+            return Schedule.make(bv=bv, evict=1, warps=2 if bv * next_power_of_2(spec.k) >= 1024 else 1)
         wanted = 16 if spec.half_state and states >= 128 else 4
         bv = min(next_power_of_2(spec.v), max(wanted, self.smallest(spec)))
-        return Schedule.make(bv=bv, evict=evict, warps=1)
+        return Schedule.make(bv=bv, evict=int(spec.half_state or states < 8192), warps=1)
 
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
         problems = (Problem(1, 1, 1), Problem(1024, 1024, 1), Problem(8192, 8192, 1))
