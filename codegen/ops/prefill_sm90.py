@@ -13,18 +13,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from kdagen import devices, dispatch, families
+from kdagen.ops._prefill_cut import WHOLE, C, K, Plan, V, plan
 from kdagen.ops._tensor_maps import MapKernel, address, kind, token_tiles
 from kdagen.spec import Problem, Variant
 
-C, K, V = 64, 128, 128   # all that the forms support
 BF16, FP32 = (torch.bfloat16, 2), (torch.float32, 4)
-WHOLE = 1 << 30          # chunks of the only segment of an uncut sequence
-MIN_SEGMENT = 10         # chunks: shorter segments cost more in maps than they save
 INPUTS = ("q", "k", "v", "g")
 OUTPUTS = ("qg", "kg", "w", "u", "aqk")
 WALKED = ("qg", "kg", "w", "u", "aqk")
@@ -35,39 +32,6 @@ MAX_FRAMES = 256         # workspace and input addresses that a layout remembers
 
 _KERNELS = dispatch.memo("prefill_sm90")          # what Triton specialises on -> the compiled kernel
 _LAYOUTS = dispatch.memo("prefill_sm90_layouts")  # shapes, strides, dtypes and scalars of a call -> its Layout
-
-
-class Plan(NamedTuple):
-    """How a call is cut: the row boundaries of its windows, or its segments."""
-
-    form: str  # serial, windows or segments
-    cuts: tuple[int, ...] = ()
-    segments: int = 1
-    seg_chunks: int = WHOLE
-
-
-def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms: int = 132) -> Plan:
-    """The cut of N sequences of ``rows`` chunks in all; ``longest``: chunks of the longest one, 0 if the host does not know.
-
-    Measured on the H200: windows pay for one long sequence of 16 to 33 heads, or of 90 and more; segments up to 12 heads.
-    """
-    programs = N * HV
-    if N == 1 and longest == rows and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
-        if programs >= 90:
-            shares = (0.6, 0.8)
-        elif rows < 64:
-            shares = (1 / 2,)
-        elif rows >= 256:
-            shares = (1 / 2, 4 / 6, 5 / 6)
-        else:
-            shares = (1 / 2, 3 / 4)
-        return Plan("windows", (0, *(round(share * rows) for share in shares), rows))
-    if segments and programs <= 12 and longest >= 2 * MIN_SEGMENT:
-        # The others beside the first one: as many as walk at once, with two programs a head.
-        count = max(2, min(1 + sms // (2 * programs), longest // MIN_SEGMENT))
-        seg_chunks = -(-longest // count)
-        return Plan("segments", (), -(-longest // seg_chunks), seg_chunks)
-    return Plan("serial")
 
 
 class Lanes:
