@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   fe4d9359ba2c066d29eaf9ac1e28efa0aeffda13a092db795aac66332d9b2332
+# inputs:   abd8c02866ec9f25ceb12aaccee57ba41a91faee56b7dafb86a71abf070722dc
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 

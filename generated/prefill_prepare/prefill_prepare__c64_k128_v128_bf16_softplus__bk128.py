@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__bk128
-# inputs:   83ad016af1dd90acea958553f49cfcca1f37c9f13381615e0054930a9763301b
+# inputs:   a42f4f092ede3d009de6f3e43b59bf8a3c492b33c7e9b25499701537501195b2
 
 """Prefill, first kernel: all of a chunk that does not depend on the state (KDA's chunk form).
 
@@ -15,8 +15,10 @@ the outputs of a prefix are the same bits whatever follows it.
 import torch
 import triton
 import triton.language as tl
+
 SPEC = {'family': 'prefill_prepare', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16', 'gate': 'softplus'}
 SCHEDULE = {'bk': 128}
+
 
 def matrices(device) -> torch.Tensor:
     """[8, C, C]: the 0/1 matrices whose products with the gate are sums of decays; to be made once a device.
@@ -46,12 +48,13 @@ def _log2_decay(b_g, p_bias, b_a, lower_bound, m_k):
     # library's log2 is thirty instructions
     b_z = b_g * 1.4426950408889634 + (b_bias * 1.4426950408889634)[None, :]
     b_t = tl.exp2(-tl.abs(b_z))
-    b_p = -0.034435905516147614 * b_t + 0.1460328847169876
-    b_p = b_p * b_t + -0.3030362129211426
-    b_p = b_p * b_t + 0.4691740572452545
-    b_p = b_p * b_t + -0.7204261422157288
-    b_p = b_p * b_t + 1.4426828622817993
+    b_p = 0.05965154990553856 * b_t + -0.22711944580078125
+    b_p = b_p * b_t + 0.44189882278442383
+    b_p = b_p * b_t + -0.7169874310493469
+    b_p = b_p * b_t + 1.4426132440567017
     return tl.maximum(b_a * -32.0 * (b_p * b_t + tl.maximum(b_z, 0.0)), -64000.0)
+
+
 @triton.jit
 def _strength(p_beta, m_r, beta_scale, SIGMOID_BETA: tl.constexpr):
     """[C] beta, 0 on padding rows."""
@@ -120,8 +123,8 @@ def prepare_kernel(
 
     # dec = 2^G_last, kg = k 2^(G_last - G)
     tl.store(dec + i_tile * 128 + d, tl.exp2(tl.sum(b_gate.to(tl.float32), 0) * 0.03125))
-    b_decay = tl.exp2(_sums(matrices + 4096 + o_cc, b_gate)).to(tl.bfloat16)
-    tl.store(kg + i_tile * 8192 + o_ck, b_k * b_decay)
+    b_decay = tl.exp2(_sums(matrices + C * C + o_cc, b_gate)).to(tl.bfloat16)
+    tl.store(kg + i_tile * (C * 128) + o_ck, b_k * b_decay)
 
     # scale q / |q|
     b_qf = tl.load(q + t_0 * sq_t + i_h * sq_h + (ri * sq_t + d[None, :]), mask=m_d, other=0.0).to(tl.float32)
@@ -131,53 +134,62 @@ def prepare_kernel(
 
     # qg = scale q 2^G, kx = k 2^G
     b_decay = tl.exp2(_sums(matrices + o_cc, b_gate)).to(tl.bfloat16)
-    tl.store(qg + i_tile * 8192 + o_ck, b_q * b_decay)
+    tl.store(qg + i_tile * (C * 128) + o_ck, b_q * b_decay)
     b_kx = b_k * b_decay
+
     # rows i = j: no decay
     b_dkk = 0.0
     b_dqk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)[:, None]
+
     # level 1: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 28672 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 7 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 1, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 1, tl.dot(b_q * b_half, b_there), b_dqk)
+
     # level 2: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 24576 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 6 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 2, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 2, tl.dot(b_q * b_half, b_there), b_dqk)
+
     # level 4: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 20480 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 5 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 4, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 4, tl.dot(b_q * b_half, b_there), b_dqk)
+
     # level 8: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 16384 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 4 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 8, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 8, tl.dot(b_q * b_half, b_there), b_dqk)
+
     # level 16: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 12288 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 3 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 16, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 16, tl.dot(b_q * b_half, b_there), b_dqk)
+
     # level 32: 2^(G_i - R) in upper halves, 2^(R - G_j) in lower ones, R the lower half's last row: both <= 1
-    b_half = tl.exp2(_sums(matrices + 8192 + o_cc, b_gate)).to(tl.bfloat16)
+    b_half = tl.exp2(_sums(matrices + 2 * C * C + o_cc, b_gate)).to(tl.bfloat16)
     b_here = b_k * b_half
     b_there = tl.trans(b_here)
     b_dkk = tl.where(xor >= 32, tl.dot(b_here, b_there), b_dkk)
     b_dqk = tl.where(xor >= 32, tl.dot(b_q * b_half, b_there), b_dqk)
-    p_beta = beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t
-    b_beta = _strength(p_beta, m_r, beta_scale, SIGMOID_BETA)
+
+    # Aqk, and beta_i Akk strictly below the diagonal
+    b_beta = _strength(beta + t_0 * sbeta_t + i_hv * sbeta_h + r * sbeta_t, m_r, beta_scale, SIGMOID_BETA)
     tl.store(aqk + i_tile * (C * C) + o_cc, tl.where(ri >= cj, b_dqk, 0.0).to(tl.bfloat16))
-    b_l = tl.where(ri > cj, b_dkk * b_beta[:, None], 0.0).to(tl.float16)  # Akk, strictly lower
-    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution. Rows i and j meet on level s
-    # where s <= i ^ j < 2 s, which is (i ^ j ^ s) < s
+    b_l = tl.where(ri > cj, b_dkk * b_beta[:, None], 0.0).to(tl.float16)
+
+    # X = (I + Akk)^-1 by the same levels: X <- X - X (Akk on level s) X, block forward substitution. Rows i and j meet on
+    # level s where s <= i ^ j < 2 s, which is (i ^ j ^ s) < s
     b_x = tl.where(ri == cj, 1.0, 0.0) - tl.where(xor == 1, b_l.to(tl.float32), 0.0)
     b_xh = b_x.to(tl.float16)
     b_y = tl.dot(b_xh, tl.where((xor ^ 2) < 2, b_l, 0.0))
@@ -194,6 +206,7 @@ def prepare_kernel(
     b_xh = b_x.to(tl.float16)
     b_y = tl.dot(b_xh, tl.where((xor ^ 32) < 32, b_l, 0.0))
     b_x -= tl.dot(b_y.to(tl.float16), b_xh)
+
     # the table again: cheaper than to keep rows, masks and offsets in registers all through the inverse
     t_0 = tl.load(chunk_table + i_row * 4).to(tl.int64)
     valid = tl.load(chunk_table + i_row * 4 + 1)
@@ -203,11 +216,14 @@ def prepare_kernel(
     b_x = (b_x * b_beta[None, :]).to(tl.bfloat16)  # X diag(beta)
 
     # w = X (beta k 2^G)
-    tl.store(w + i_tile * 8192 + o_ck, tl.dot(b_x, b_kx).to(tl.bfloat16))
+    tl.store(w + i_tile * (C * 128) + o_ck, tl.dot(b_x, b_kx).to(tl.bfloat16))
+
     # u = X (beta v)
-    dv = 0 + tl.arange(0, BV)
+    dv = tl.arange(0, BV)
     b_v = tl.load(v + t_0 * sv_t + i_hv * sv_h + (ri * sv_t + dv[None, :]), mask=m_r[:, None], other=0.0)
-    tl.store(u + i_tile * 8192 + ri * 128 + dv[None, :], tl.dot(b_x, b_v).to(tl.bfloat16))
+    tl.store(u + i_tile * (C * 128) + ri * 128 + dv[None, :], tl.dot(b_x, b_v).to(tl.bfloat16))
+
+
 def launch(
     q, k, v, g, beta, A_log, dt_bias, chunk_table, matrices, qg, kg, w, u, aqk, dec, row_begin, row_end, slot_base, H, HV,
     lower_bound, scale, beta_scale, l2norm, sigmoid_beta, *, num_warps=4, num_stages=1,

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   e26e0aa49abdb2eec2810d300e30ac634272c3038a98391980e83054a74dac8e
+# inputs:   69b2649f9902357232bd7d676461ee713dc9424cbc73b6861abc5421768aaa95
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, all factors <= 1.
 
@@ -220,11 +220,10 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
         fill_past_end(s_0, valid, -1e30)
     b_z = s_0.load(ACC).to(gl.float32) * 1.4426950408889634 + b_bias[None, :]
     b_t = gl.exp2(-gl.abs(b_z))
-    b_p = b_t * -0.034435905516147614 + 0.1460328847169876
-    b_p = b_p * b_t + -0.3030362129211426
-    b_p = b_p * b_t + 0.4691740572452545
-    b_p = b_p * b_t + -0.7204261422157288
-    b_p = b_p * b_t + 1.4426828622817993
+    b_p = b_t * 0.05965154990553856 + -0.22711944580078125
+    b_p = b_p * b_t + 0.44189882278442383
+    b_p = b_p * b_t + -0.7169874310493469
+    b_p = b_p * b_t + 1.4426132440567017
     b_z = gl.maximum((b_p * b_t + gl.maximum(b_z, 0.0)) * slope, -64000.0)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store(b_z.to(gl.float16))
@@ -267,43 +266,54 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     b_kk16 = gl.zeros([4, 16, 16], gl.float32, ACC_16)
     b_qk16 = mma_v2(operand(b_q.reshape([4, 16, 128]), LEFT_16),
                     operand(b_k.reshape([4, 16, 128]).permute([0, 2, 1]), RIGHT_16), b_kk16)
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 4096), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_m = load_prefix(prefix + 4096)
+    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_m = load_prefix(prefix + 8192)
+    b_f = gl.exp2(b_f).to(gl.bfloat16)
     kk, qk = level_products(b_k, b_q, b_f)
     b_kk16 = gl.where(apart >= 1, kk, b_kk16)
     b_qk16 = gl.where(apart >= 1, qk, b_qk16)
+    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
-    thread_barrier()
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 8192), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_m = load_prefix(prefix + 12288)
+    b_f = gl.exp2(b_f).to(gl.bfloat16)
     kk, qk = level_products(b_k, b_q, b_f)
     b_kk16 = gl.where(apart >= 2, kk, b_kk16)
     b_qk16 = gl.where(apart >= 2, qk, b_qk16)
+    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
-    thread_barrier()
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 12288), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_m = load_prefix(prefix + 16384)
+    b_f = gl.exp2(b_f).to(gl.bfloat16)
     kk, qk = level_products(b_k, b_q, b_f)
     b_kk16 = gl.where(apart >= 4, kk, b_kk16)
     b_qk16 = gl.where(apart >= 4, qk, b_qk16)
+    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
-    thread_barrier()
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 16384), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_m = load_prefix(prefix + 24576)
+    b_f = gl.exp2(b_f).to(gl.bfloat16)
     kk, qk = level_products(b_k, b_q, b_f)
     b_kk16 = gl.where(apart >= 8, kk, b_kk16)
     b_qk16 = gl.where(apart >= 8, qk, b_qk16)
+    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
-    thread_barrier()
     # levels 32 and 16: the whole tile
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 24576), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_m = load_prefix(prefix + 20480)
+    b_f = gl.exp2(b_f).to(gl.bfloat16)
     b_kf = b_k * b_f
     drain()
     s_3.store(b_kf)
     fence_async_shared()
     b_qk32 = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
     b_kk32 = warpgroup_mma(operand(b_kf, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
-    b_f = gl.exp2(warpgroup_mma(load_prefix(prefix + 20480), s_gate, zero, use_acc=False)).to(gl.bfloat16)
+    b_f = gl.exp2(warpgroup_mma(b_m, s_gate, zero, use_acc=False)).to(gl.bfloat16)
     b_kf = b_k * b_f
     s_2.store(b_kf)
     fence_async_shared()
@@ -333,13 +343,11 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     fetch(v, i_t, i_h * 128, v_landed, s_2)
 
     # X = (I + L)^-1; then w = X beta kx and u = X beta v
-    b_beta = gl.load(p_beta + j * stride_beta_t, mask=j < valid, other=past).to(gl.float32)
-    if USE_SIGMOID:
-        b_beta = sigmoid(b_beta) * beta_scale
+    b_beta_j = gl.convert_layout(b_beta, gl.SliceLayout(0, ACC_C))
     s_scratch = view_as(s_3, gl.float16, [2, 64, 64], TILE)
     s_p = view_as(s_0, gl.float16, [2, 64, 64], TILE).index(1)
     b_x = invert(b_l, ri, cj, s_scratch.index(0), s_scratch.index(1), s_p)
-    b_x = operand((b_x * b_beta[None, :]).to(gl.bfloat16), LEFT)
+    b_x = operand((b_x * b_beta_j[None, :]).to(gl.bfloat16), LEFT)
     s_0.store(warpgroup_mma(b_x, s_1, zero, use_acc=False).to(gl.bfloat16))
     emit(s_0, w, row)
     mbarrier.wait(v_landed, 0)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_segments.py.j2
 # variant:  prefill_segments__c64_k128_v128_bf16__bm64
-# inputs:   e99022edf4f21015d02fb3c50d8ca4135b01eb324cc5d9caf345ca4fa62e3c05
+# inputs:   4c9880dbbd8456aa80d74b49b4587c8487510ecc080f0fd1f3ac016c4bde661b
 
 """Prefill in segments: with h = S^T [V, K], a segment takes h to h P + OFF.
 
@@ -11,8 +11,10 @@ The walk of prefill_state, v' = u - w S, S <- diag(2^G_last) S + kg^T v', is lin
 
 import triton
 import triton.language as tl
+
 SPEC = {'family': 'prefill_segments', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16'}
 SCHEDULE = {'bm': 64}
+
 
 @triton.jit(do_not_specialize=["slot_base", "seg_begin", "seg_chunks", "nseg", "N"])
 def map_kernel(

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__bv128
-# inputs:   eabab465c20d5e71e8eb04be998bfe1de799f69c7cbcb8efb3d4915ac7bfbe4f
+# inputs:   dd880bbccf3a427bdbd72faad1e0c22de31d87c35c263a05b0fc40c4fd38a9b5
 
 """Prefill, second kernel: the state over the chunks of each sequence, and the outputs (KDA's chunk form).
 
@@ -11,8 +11,10 @@ One program holds 128 of the 128 rows of V of one (sequence, value head, segment
 
 import triton
 import triton.language as tl
+
 SPEC = {'family': 'prefill_state', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16'}
 SCHEDULE = {'bv': 128}
+
 
 @triton.jit
 def _walk(b_h, i_lo, i_hi, i_v, i_hv, HV, slot_base, t_0, eos, qg, kg, w, u, aqk, dec, o, so_t, so_h, STAGES: tl.constexpr):

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__bv64
-# inputs:   c3aaa0215f83dd508d3e9e2216fbe1c83d397e0189fba9137f76ec026ec7f4c0
+# inputs:   7e47d6837f2910f06a23625447df2e120f632ed518577d533a5cd066b9707507
 
 """Prefill, second kernel: the state over the chunks of each sequence, and the outputs (KDA's chunk form).
 
@@ -11,8 +11,10 @@ One program holds 64 of the 128 rows of V of one (sequence, value head, segment)
 
 import triton
 import triton.language as tl
+
 SPEC = {'family': 'prefill_state', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16'}
 SCHEDULE = {'bv': 64}
+
 
 @triton.jit
 def _walk(b_h, i_lo, i_hi, i_v, i_hv, HV, slot_base, t_0, eos, qg, kg, w, u, aqk, dec, o, so_t, so_h, STAGES: tl.constexpr):

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_fp32_kfirst__bv32
-# inputs:   c8076e7cc029187565e38b25f374e8b810733028aea7781c385ab54410a0c4d9
+# variant:  recurrent__k128_v128_fp32_kfirst__bv32_evict1
+# inputs:   b5c09cc1ce0eccda1ed47fb777dfc0fce88a90b3d768288999c9911a20f0cfef
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp32', 'k_first': True}
-SCHEDULE = {'bv': 32}
+SCHEDULE = {'bv': 32, 'evict': 1}
 
 
 @triton.jit
@@ -140,10 +140,10 @@ def recurrent_kernel(
     if h0 is None:
         b_s = tl.zeros([BK, BV], tl.float32)
     elif has_initial is None:
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0, eviction_policy="evict_first").to(tl.float32)
     else:
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0, eviction_policy="evict_first").to(tl.float32)
 
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
@@ -171,13 +171,13 @@ def recurrent_kernel(
             column = tl.minimum(i_t, COLUMNS - 1)
             i_w = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
             m_w = m_s & (i_w >= 0) & (i_w < slots) & (i_w != pad_slot)
-            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w)
+            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w, eviction_policy="evict_first")
         p_o += o_t
 
     if COLUMNS == 0 and ht is not None:
         if state_indices is not None and not ONE_TOKEN:
             m_s = m_s & (n_t > 0)  # a sequence without tokens leaves its slot alone
-        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s)
+        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s, eviction_policy="evict_first")
 
 
 def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_slot):

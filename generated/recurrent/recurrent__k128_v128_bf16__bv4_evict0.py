@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_bf16__bv4
-# inputs:   ba430e09edb42add73d7b2f236e4cf3b4fb2087c97e441b0e2685aedff58bc9c
+# variant:  recurrent__k128_v128_bf16__bv4_evict0
+# inputs:   778bf7d87297aec5277c0a5feb311a208dbd7efd0fdb65de8530eff714e9f8ee
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'bf16'}
-SCHEDULE = {'bv': 4}
+SCHEDULE = {'bv': 4, 'evict': 0}
 
 
 @triton.jit

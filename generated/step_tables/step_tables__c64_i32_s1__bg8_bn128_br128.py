@@ -1,13 +1,14 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: step_tables.py.j2
-# variant:  step_tables__c64_i32__bg4_bn256_br128
-# inputs:   6d0ef5633922c7f0f1b2772f5c3dd93c542ceec8e5c31d7969bd3cfeba178959
+# variant:  step_tables__c64_i32_s1__bg8_bn128_br128
+# inputs:   0c82f2deb4e7e3a6cc53f06807c6c07e61c34c511ea0fbe545b6153515fea852
 
 """Step tables: which sequence, and which part of it, each program of a step works on.
 
 A table lists the parts of all sequences, sequence-major: a sequence of L tokens has ceil(L / block) parts, and each row is
 (sequence, part of that sequence). One launch, from one read of the boundaries, writes
  - the table of chunks of 64 tokens, its offsets, and what a prefill kernel wants to know of each chunk;
+ - 1 schedule of the short convolution, of any block size.
 The programs of all tables lie one after another on grid axis 0, and each owns 128 rows of one table: one long sequence
 and many short ones are spread over the device alike. Rows past a table's true count are -1. Nothing is written past a
 table's end, whatever the boundaries hold.
@@ -16,8 +17,8 @@ table's end, whatever the boundaries hold.
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'step_tables', 'chunk': 64, 'dtype': 'i32'}
-SCHEDULE = {'bg': 4, 'bn': 256, 'br': 128}
+SPEC = {'family': 'step_tables', 'chunk': 64, 'dtype': 'i32', 'schedules': 1}
+SCHEDULE = {'bg': 8, 'bn': 128, 'br': 128}
 
 ROWS = 128  # rows of a table that one program owns
 
@@ -46,14 +47,14 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
     """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
 
     A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
-    offsets of the sequences that begin on its rows. Sequence n_seqs stands for the end: the row it begins on is the count.
+    offsets of the sequences that begin on its rows; that of row ``total``, where a next one would begin, the last offset.
     """
-    SEQS: tl.constexpr = 256  # sequences in a group
-    GROUPS: tl.constexpr = 4  # groups that are passed over at a time
+    SEQS: tl.constexpr = 128  # sequences in a group
+    GROUPS: tl.constexpr = 8  # groups that are passed over at a time
     r_0 = i_b * ROWS
     i_s = 0  # sequences passed, all of which end before row r_0 at first
     total = 0  # their parts
-    if (n_seqs >= SEQS) & (i_b > 0):
+    if (n_seqs > SEQS) & (i_b > 0):
         b_end = 0
         o_g = tl.arange(0, GROUPS)
         for i_g in range(0, n_seqs, GROUPS * SEQS):
@@ -71,23 +72,27 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
         r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
     b_begins = tl.where(tl.arange(0, ROWS) == 0, i_s, 0)  # [ROWS] sequences that begin on a row; row 0: or before it
     latest = 0  # the row on which the last one up to row r_0 begins
-    while (i_s <= n_seqs) & (total < r_end):
+    while (i_s < n_seqs) & (total < r_end):
         o_s = i_s + tl.arange(0, SEQS)
-        m_s = o_s <= n_seqs
+        m_s = o_s < n_seqs
         b_parts = _parts(cu_seqlens, o_s, n_seqs, block)  # [SEQS]
         b_ends = total + tl.cumsum(b_parts, 0)
         b_first = b_ends - b_parts  # [SEQS] the row on which each begins
-        m_here = m_s & (b_first >= r_0) & (b_first < r_end)
         if offsets is not None:
+            m_here = m_s & (b_first >= r_0) & (b_first < r_end)
             tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
-        if count is not None:
-            tl.store(count + o_s * 0, b_first, mask=m_here & (o_s == n_seqs))
         b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=m_s & (b_first < r_0 + ROWS))
         # two maxima in one reduction
         b_pair = tl.max(tl.join(b_ends, tl.where(m_s & (b_first <= r_0), b_first, 0)), 0)
         total, b_latest = tl.split(b_pair)
         latest = tl.maximum(latest, b_latest)
         i_s += SEQS
+    if offsets is not None or count is not None:
+        if (total >= r_0) & (total < r_end):
+            if offsets is not None:
+                tl.store(offsets + n_seqs, tl.minimum(total, n_rows).to(tl.int64))
+            if count is not None:
+                tl.store(count, total)
 
     # a row belongs to the last sequence that begins on it or before it; the others that begin there are empty
     o_r = r_0 + tl.arange(0, ROWS)
@@ -99,13 +104,14 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
 
 # the sizes differ from step to step: no new binary for them, nor for boundaries that start anywhere in a tensor
 @triton.jit(
-    do_not_specialize=["n_seqs", "n_chunks"],
+    do_not_specialize=["n_seqs", "n_chunks", "n_1", "block_1"],
     do_not_specialize_on_alignment=["cu_seqlens"],
 )
 def step_tables_kernel(
     cu_seqlens, n_seqs,  # [N+1] i32
     counts,  # [tables] int32: the true number of rows of each table; None: not wanted
     offsets, chunks, rows, n_chunks,  # [N+1] int64, [NT, 2] i32, [NT, 4] int32 or None
+    seq_1, part_1, block_1, n_1,  # [n_1] int32, [n_1] int32
     ROWS: tl.constexpr,
 ):
     i_b = tl.program_id(0)
@@ -123,26 +129,37 @@ def step_tables_kernel(
             tl.store(rows + o_r * 4 + 2, b_seq, mask=m_r)
             tl.store(rows + o_r * 4 + 3, b_part, mask=m_r)
     i_b -= _programs(n_chunks, ROWS)
+    if (i_b >= 0) & (i_b < _programs(n_1, ROWS)):
+        count = None if counts is None else counts + 1
+        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, block_1, i_b, n_1, count, None, ROWS)
+        m_r = o_r < n_1
+        tl.store(seq_1 + o_r, b_seq, mask=m_r)
+        tl.store(part_1 + o_r, b_part, mask=m_r)
+    i_b -= _programs(n_1, ROWS)
 
 
 def launch(
     cu_seqlens, n_seqs, counts,
     offsets, chunks, rows, n_chunks,
+    seq_1, part_1, block_1, n_1,
     *, num_warps=4, num_stages=1,
 ):
     """Write all tables of a step. All tensors are contiguous and on one device.
 
     cu_seqlens [n_seqs + 1] i32: boundaries, of which only the differences count (and rows' first token).
-    counts     [1] int32 or None: the number of rows that each table should have.
+    counts     [2] int32 or None: the number of rows that each table should have.
     offsets    [n_seqs + 1] int64: the row of each sequence's first chunk, then the number of chunks; at most n_chunks.
     chunks     [n_chunks, 2] i32: (sequence, chunk in it).
     rows       [n_chunks, 4] int32 or None: (first token, valid tokens, sequence, chunk in it).
+    seq_1, part_1 [n_1] int32: the sequence, and the block of block_1 tokens in it.
     """
     programs = (
         max(1, -(-n_chunks // ROWS))
+        + max(1, -(-n_1 // ROWS))
     )
     step_tables_kernel[(programs,)](
         cu_seqlens, n_seqs, counts,
         offsets, chunks, rows, n_chunks,
+        seq_1, part_1, block_1, n_1,
         ROWS=ROWS, num_warps=num_warps, num_stages=num_stages,
     )

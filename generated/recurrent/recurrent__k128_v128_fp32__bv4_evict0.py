@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_fp16__bv4
-# inputs:   4437bacb3fc89bec884d48fef654bf8a6b65cb76b5a5b3ee5deacac65923a1a5
+# variant:  recurrent__k128_v128_fp32__bv4_evict0
+# inputs:   7218edab10487b630e9af4db365c6a21bb3eb303ea046677568d3840e846c7a0
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp16'}
-SCHEDULE = {'bv': 4}
+SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp32'}
+SCHEDULE = {'bv': 4, 'evict': 0}
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def launch(
     """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
     q, k [B, T, H, 128], v, o [B, T, HV, 128], g [B, T, HV, 128], beta [B, T, HV], last dimensions
-    contiguous (beta: any strides), q, k, v, o fp16; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
+    contiguous (beta: any strides), q, k, v, o fp32; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
     h0, ht [N or slots, HV, 128, 128] fp32, or None, contiguous but for the
     first stride; cu_seqlens [N+1], or None: one sequence a batch row; state_indices [N] or [N, COLUMNS] integers, or None;
     num_accepted [N], has_initial [N], contiguous, or None; lower_bound None: softplus gate.

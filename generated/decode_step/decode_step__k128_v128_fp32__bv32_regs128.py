@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
-# variant:  decode_step__k128_v128_bf16__ahead4_bv32
-# inputs:   1c26542550e278063f1937275617d1ca082236972e798aa869529a1f079e7558
+# variant:  decode_step__k128_v128_fp32__bv32_regs128
+# inputs:   dffbf04001ca9cd902ce63658da565d2866bb73436463ba48ccb6f6d567f7588
 
 """The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
 
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'decode_step', 'k': 128, 'v': 128, 'dtype': 'bf16'}
-SCHEDULE = {'ahead': 4, 'bv': 32}
+SPEC = {'family': 'decode_step', 'k': 128, 'v': 128, 'dtype': 'fp32'}
+SCHEDULE = {'bv': 32, 'regs': 128}
 
 
 @triton.jit
@@ -107,23 +107,23 @@ def decode_step_kernel(
 
     for i_g in range(HV // H):
         i_hv = i_h * (HV // H) + i_g
-        # all loads come first, those of the state's tiles of V, 4 of 4, before all others
+        # all loads come first, those of the state, in tiles of V, before all others
         d_v0 = 0 * BV + tl.arange(0, BV)
-        d_s0 = i_hv * (K * V) + d_v0[:, None] * K + d_k[None, :]
+        p_s0 = i_hv * (K * V) + d_v0[:, None] * K + d_k[None, :]
         m_s0 = m_k[None, :] & (d_v0 < V)[:, None] & live
+        b_s0 = tl.load(pool + i_s * pool_n + p_s0, mask=m_s0 & keep, other=0, eviction_policy="evict_first")
         d_v1 = 1 * BV + tl.arange(0, BV)
-        d_s1 = i_hv * (K * V) + d_v1[:, None] * K + d_k[None, :]
+        p_s1 = i_hv * (K * V) + d_v1[:, None] * K + d_k[None, :]
         m_s1 = m_k[None, :] & (d_v1 < V)[:, None] & live
+        b_s1 = tl.load(pool + i_s * pool_n + p_s1, mask=m_s1 & keep, other=0, eviction_policy="evict_first")
         d_v2 = 2 * BV + tl.arange(0, BV)
-        d_s2 = i_hv * (K * V) + d_v2[:, None] * K + d_k[None, :]
+        p_s2 = i_hv * (K * V) + d_v2[:, None] * K + d_k[None, :]
         m_s2 = m_k[None, :] & (d_v2 < V)[:, None] & live
+        b_s2 = tl.load(pool + i_s * pool_n + p_s2, mask=m_s2 & keep, other=0, eviction_policy="evict_first")
         d_v3 = 3 * BV + tl.arange(0, BV)
-        d_s3 = i_hv * (K * V) + d_v3[:, None] * K + d_k[None, :]
+        p_s3 = i_hv * (K * V) + d_v3[:, None] * K + d_k[None, :]
         m_s3 = m_k[None, :] & (d_v3 < V)[:, None] & live
-        b_s0 = tl.load(pool + i_s * pool_n + d_s0, mask=m_s0 & keep, other=0).to(tl.float32)
-        b_s1 = tl.load(pool + i_s * pool_n + d_s1, mask=m_s1 & keep, other=0).to(tl.float32)
-        b_s2 = tl.load(pool + i_s * pool_n + d_s2, mask=m_s2 & keep, other=0).to(tl.float32)
-        b_s3 = tl.load(pool + i_s * pool_n + d_s3, mask=m_s3 & keep, other=0).to(tl.float32)
+        b_s3 = tl.load(pool + i_s * pool_n + p_s3, mask=m_s3 & keep, other=0, eviction_policy="evict_first")
         # q, k, v as one vector: the history, oldest first, the new input, and the weights
         d_c = tl.arange(0, 4 * BC)
         i_c = d_c // BC  # 0 for q, 1 for k, 2 for v
@@ -173,34 +173,42 @@ def decode_step_kernel(
 
         # recurrence; the state goes to the slot of column 0
         b_square = tl.zeros([BV], tl.float32)
-        b_s0 = b_s0 * b_high[None, :] + b_s0 * b_low[None, :]  # S <- diag(exp(g)) S
+        b_s = b_s0.to(tl.float32)  # [BV, BK]
+        b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
         b_v = tl.gather(b_c, 2 * BC + d_v0, 0)
-        b_u = (b_v - tl.sum(b_s0 * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
-        b_s0 += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-        b_o0 = tl.sum(b_s0 * b_q[None, :], 1) * b_rq  # o = scale S^T q
+        b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
+        b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
+        b_o0 = tl.sum(b_s * b_q[None, :], 1) * b_rq  # o = scale S^T q
         b_square += b_o0 * b_o0
-        tl.store(pool + i_line * pool_n + d_s0, b_s0.to(pool.dtype.element_ty), mask=m_s0)
-        b_s1 = b_s1 * b_high[None, :] + b_s1 * b_low[None, :]  # S <- diag(exp(g)) S
+        p_w = pool + i_line * pool_n + p_s0
+        tl.store(p_w, b_s.to(pool.dtype.element_ty), mask=m_s0, eviction_policy="evict_first")
+        b_s = b_s1.to(tl.float32)  # [BV, BK]
+        b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
         b_v = tl.gather(b_c, 2 * BC + d_v1, 0)
-        b_u = (b_v - tl.sum(b_s1 * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
-        b_s1 += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-        b_o1 = tl.sum(b_s1 * b_q[None, :], 1) * b_rq  # o = scale S^T q
+        b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
+        b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
+        b_o1 = tl.sum(b_s * b_q[None, :], 1) * b_rq  # o = scale S^T q
         b_square += b_o1 * b_o1
-        tl.store(pool + i_line * pool_n + d_s1, b_s1.to(pool.dtype.element_ty), mask=m_s1)
-        b_s2 = b_s2 * b_high[None, :] + b_s2 * b_low[None, :]  # S <- diag(exp(g)) S
+        p_w = pool + i_line * pool_n + p_s1
+        tl.store(p_w, b_s.to(pool.dtype.element_ty), mask=m_s1, eviction_policy="evict_first")
+        b_s = b_s2.to(tl.float32)  # [BV, BK]
+        b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
         b_v = tl.gather(b_c, 2 * BC + d_v2, 0)
-        b_u = (b_v - tl.sum(b_s2 * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
-        b_s2 += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-        b_o2 = tl.sum(b_s2 * b_q[None, :], 1) * b_rq  # o = scale S^T q
+        b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
+        b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
+        b_o2 = tl.sum(b_s * b_q[None, :], 1) * b_rq  # o = scale S^T q
         b_square += b_o2 * b_o2
-        tl.store(pool + i_line * pool_n + d_s2, b_s2.to(pool.dtype.element_ty), mask=m_s2)
-        b_s3 = b_s3 * b_high[None, :] + b_s3 * b_low[None, :]  # S <- diag(exp(g)) S
+        p_w = pool + i_line * pool_n + p_s2
+        tl.store(p_w, b_s.to(pool.dtype.element_ty), mask=m_s2, eviction_policy="evict_first")
+        b_s = b_s3.to(tl.float32)  # [BV, BK]
+        b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
         b_v = tl.gather(b_c, 2 * BC + d_v3, 0)
-        b_u = (b_v - tl.sum(b_s3 * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
-        b_s3 += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-        b_o3 = tl.sum(b_s3 * b_q[None, :], 1) * b_rq  # o = scale S^T q
+        b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * (b_beta * b_rk)
+        b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
+        b_o3 = tl.sum(b_s * b_q[None, :], 1) * b_rq  # o = scale S^T q
         b_square += b_o3 * b_o3
-        tl.store(pool + i_line * pool_n + d_s3, b_s3.to(pool.dtype.element_ty), mask=m_s3)
+        p_w = pool + i_line * pool_n + p_s3
+        tl.store(p_w, b_s.to(pool.dtype.element_ty), mask=m_s3, eviction_policy="evict_first")
         # gated RMSNorm over V
         b_r = tl.rsqrt(tl.sum(b_square) / V + eps)
         b_o0 = tl.where(live, b_o0 * b_r * tl.gather(b_z, d_v0, 0), 0.0)
@@ -228,7 +236,7 @@ def launch(
     """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
     qkv [N, 2 * heads * 128 + HV * 128], z [N, HV * 128], g [N, HV * 128], beta [N, HV], rows
-    contiguous; o [N, HV, 128], its last two dimensions contiguous; qkv, o bf16.
+    contiguous; o [N, HV, 128], its last two dimensions contiguous; qkv, o fp32.
     conv_pool [slots, 3 + k, channels], channels contiguous; conv_weight [channels, 4]; pool [slots, HV,
     128, 128] fp32, bf16 or fp16, contiguous but for the first stride; state_indices [N] or [N, 1 + k], any strides;
     num_accepted, has_initial [N] or None; A_log [HV] or None; dt_bias [HV, 128] or None; norm_weight [128].
@@ -242,5 +250,5 @@ def launch(
         *scalars(qkv, z, g, beta, o, conv_pool, pool, state_indices, scale, lower_bound, eps, pad_slot),
         H=heads, HV=beta.shape[1], LINE=conv_pool.shape[1],
         COLUMNS=state_indices.shape[1] if state_indices.dim() == 2 else 0, BETA_SCALE=beta_scale,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages, maxnreg=128,
     )

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_fp32__bv8
-# inputs:   a9f9bf5cf42c457ab65db40c259711ace10c44740a2855ccd414be12a96009e5
+# variant:  recurrent__k128_v128_fp16_halfstate__bv16_evict1
+# inputs:   17e8dc8bf058fa45fa5dc755bae7d798aa96ffc8501eb8d24648ef02cfe8cb1b
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp32'}
-SCHEDULE = {'bv': 8}
+SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp16', 'half_state': True}
+SCHEDULE = {'bv': 16, 'evict': 1}
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def recurrent_kernel(
     K: tl.constexpr = 128
     V: tl.constexpr = 128
     BK: tl.constexpr = 128
-    BV: tl.constexpr = 8
-    NV: tl.constexpr = 16
+    BV: tl.constexpr = 16
+    NV: tl.constexpr = 8
     i_v = tl.program_id(0) % NV
     i_hv = tl.program_id(0) // NV % HV
     i_n = (tl.program_id(0) // (NV * HV)).to(tl.int64)
@@ -140,10 +140,10 @@ def recurrent_kernel(
     if h0 is None:
         b_s = tl.zeros([BV, BK], tl.float32)
     elif has_initial is None:
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0, eviction_policy="evict_first").to(tl.float32)
     else:
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0, eviction_policy="evict_first").to(tl.float32)
 
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
@@ -171,13 +171,13 @@ def recurrent_kernel(
             column = tl.minimum(i_t, COLUMNS - 1)
             i_w = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
             m_w = m_s & (i_w >= 0) & (i_w < slots) & (i_w != pad_slot)
-            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w)
+            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w, eviction_policy="evict_first")
         p_o += o_t
 
     if COLUMNS == 0 and ht is not None:
         if state_indices is not None and not ONE_TOKEN:
             m_s = m_s & (n_t > 0)  # a sequence without tokens leaves its slot alone
-        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s)
+        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s, eviction_policy="evict_first")
 
 
 def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_slot):
@@ -192,7 +192,7 @@ def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_
 
 
 def programs(N, HV):
-    return N * HV * 16
+    return N * HV * 8
 
 
 def launch(
@@ -203,8 +203,8 @@ def launch(
     """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
     q, k [B, T, H, 128], v, o [B, T, HV, 128], g [B, T, HV, 128], beta [B, T, HV], last dimensions
-    contiguous (beta: any strides), q, k, v, o fp32; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
-    h0, ht [N or slots, HV, 128, 128] fp32, or None, contiguous but for the
+    contiguous (beta: any strides), q, k, v, o fp16; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
+    h0, ht [N or slots, HV, 128, 128] bf16 or fp16, or None, contiguous but for the
     first stride; cu_seqlens [N+1], or None: one sequence a batch row; state_indices [N] or [N, COLUMNS] integers, or None;
     num_accepted [N], has_initial [N], contiguous, or None; lower_bound None: softplus gate.
     """

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: step_tables.py.j2
-# variant:  step_tables__i32_s1__bg4_bn256_br128
-# inputs:   0075d51ed97c3578b709dd6951d0ab26fbd961a695a8d56fd5b38d293115eb07
+# variant:  step_tables__i32_s1__bg8_bn128_br128
+# inputs:   9516d065991d3f580bd150e828071413fac598d290acda6af2c7e7fa9cdb4bf8
 
 """Step tables: which sequence, and which part of it, each program of a step works on.
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 SPEC = {'family': 'step_tables', 'dtype': 'i32', 'schedules': 1}
-SCHEDULE = {'bg': 4, 'bn': 256, 'br': 128}
+SCHEDULE = {'bg': 8, 'bn': 128, 'br': 128}
 
 ROWS = 128  # rows of a table that one program owns
 
@@ -46,14 +46,14 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
     """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
 
     A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
-    offsets of the sequences that begin on its rows. Sequence n_seqs stands for the end: the row it begins on is the count.
+    offsets of the sequences that begin on its rows; that of row ``total``, where a next one would begin, the last offset.
     """
-    SEQS: tl.constexpr = 256  # sequences in a group
-    GROUPS: tl.constexpr = 4  # groups that are passed over at a time
+    SEQS: tl.constexpr = 128  # sequences in a group
+    GROUPS: tl.constexpr = 8  # groups that are passed over at a time
     r_0 = i_b * ROWS
     i_s = 0  # sequences passed, all of which end before row r_0 at first
     total = 0  # their parts
-    if (n_seqs >= SEQS) & (i_b > 0):
+    if (n_seqs > SEQS) & (i_b > 0):
         b_end = 0
         o_g = tl.arange(0, GROUPS)
         for i_g in range(0, n_seqs, GROUPS * SEQS):
@@ -71,23 +71,27 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
         r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
     b_begins = tl.where(tl.arange(0, ROWS) == 0, i_s, 0)  # [ROWS] sequences that begin on a row; row 0: or before it
     latest = 0  # the row on which the last one up to row r_0 begins
-    while (i_s <= n_seqs) & (total < r_end):
+    while (i_s < n_seqs) & (total < r_end):
         o_s = i_s + tl.arange(0, SEQS)
-        m_s = o_s <= n_seqs
+        m_s = o_s < n_seqs
         b_parts = _parts(cu_seqlens, o_s, n_seqs, block)  # [SEQS]
         b_ends = total + tl.cumsum(b_parts, 0)
         b_first = b_ends - b_parts  # [SEQS] the row on which each begins
-        m_here = m_s & (b_first >= r_0) & (b_first < r_end)
         if offsets is not None:
+            m_here = m_s & (b_first >= r_0) & (b_first < r_end)
             tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
-        if count is not None:
-            tl.store(count + o_s * 0, b_first, mask=m_here & (o_s == n_seqs))
         b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=m_s & (b_first < r_0 + ROWS))
         # two maxima in one reduction
         b_pair = tl.max(tl.join(b_ends, tl.where(m_s & (b_first <= r_0), b_first, 0)), 0)
         total, b_latest = tl.split(b_pair)
         latest = tl.maximum(latest, b_latest)
         i_s += SEQS
+    if offsets is not None or count is not None:
+        if (total >= r_0) & (total < r_end):
+            if offsets is not None:
+                tl.store(offsets + n_seqs, tl.minimum(total, n_rows).to(tl.int64))
+            if count is not None:
+                tl.store(count, total)
 
     # a row belongs to the last sequence that begins on it or before it; the others that begin there are empty
     o_r = r_0 + tl.arange(0, ROWS)

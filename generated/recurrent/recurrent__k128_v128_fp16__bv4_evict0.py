@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_bf16_halfstate__bv16
-# inputs:   3b75976bc02fe68fa727c045fe7b174ac66fa87547063cbf43cae00acc0150ca
+# variant:  recurrent__k128_v128_fp16__bv4_evict0
+# inputs:   e5fd71672c29c8984cc810bae17358dbc759f9ef050162b08818e596812e4c92
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'bf16', 'half_state': True}
-SCHEDULE = {'bv': 16}
+SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp16'}
+SCHEDULE = {'bv': 4, 'evict': 0}
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def recurrent_kernel(
     K: tl.constexpr = 128
     V: tl.constexpr = 128
     BK: tl.constexpr = 128
-    BV: tl.constexpr = 16
-    NV: tl.constexpr = 8
+    BV: tl.constexpr = 4
+    NV: tl.constexpr = 32
     i_v = tl.program_id(0) % NV
     i_hv = tl.program_id(0) // NV % HV
     i_n = (tl.program_id(0) // (NV * HV)).to(tl.int64)
@@ -192,7 +192,7 @@ def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_
 
 
 def programs(N, HV):
-    return N * HV * 8
+    return N * HV * 32
 
 
 def launch(
@@ -203,8 +203,8 @@ def launch(
     """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
     q, k [B, T, H, 128], v, o [B, T, HV, 128], g [B, T, HV, 128], beta [B, T, HV], last dimensions
-    contiguous (beta: any strides), q, k, v, o bf16; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
-    h0, ht [N or slots, HV, 128, 128] bf16 or fp16, or None, contiguous but for the
+    contiguous (beta: any strides), q, k, v, o fp16; A_log [HV] or None, dt_bias [HV, 128] or None, fp32;
+    h0, ht [N or slots, HV, 128, 128] fp32, or None, contiguous but for the
     first stride; cu_seqlens [N+1], or None: one sequence a batch row; state_indices [N] or [N, COLUMNS] integers, or None;
     num_accepted [N], has_initial [N], contiguous, or None; lower_bound None: softplus gate.
     """

@@ -1,11 +1,11 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
-# variant:  recurrent__k128_v128_fp16__bv8
-# inputs:   92a17fb41581ea995ccb477fdcd38fabc146c727e22afbcf0638557813932969
+# variant:  recurrent__k128_v128_fp16_kfirst__bv32_evict1
+# inputs:   2c55938bc3acb95332295947a5594d48082e540a00fab336a991474e5db72953
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
-Each program owns a tile [BV, BK] of one sequence's and one value head's state: BV of its V columns, all of K. It reads
+Each program owns a tile [BK, BV] of one sequence's and one value head's state: BV of its V columns, all of K. It reads
 the tile once, walks through the tokens, and writes the tile back: to a new tensor, in place to its slot of a pool, or,
 in speculative decode, after token t to the slot in column t of the index table.
 """
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp16'}
-SCHEDULE = {'bv': 8}
+SPEC = {'family': 'recurrent', 'k': 128, 'v': 128, 'dtype': 'fp16', 'k_first': True}
+SCHEDULE = {'bv': 32, 'evict': 1}
 
 
 @triton.jit
@@ -53,12 +53,12 @@ def l2norm(b_x):
 
 @triton.jit
 def delta_step(b_s, b_q, b_k, b_v, b_g, b_beta):
-    """One token on a state tile [BV, BK]: (new tile, o of the tile's rows of V). All fp32; q carries the scale."""
+    """One token on a state tile [BK, BV]: (new tile, o of the tile's rows of V). All fp32; q carries the scale."""
     b_high, b_low = split_decay(b_g)
-    b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
-    b_u = (b_v - tl.sum(b_s * b_k[None, :], 1)) * b_beta
-    b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-    return b_s, tl.sum(b_s * b_q[None, :], 1)  # o = scale S^T q
+    b_s = b_s * b_high[:, None] + b_s * b_low[:, None]  # S <- diag(exp(g)) S
+    b_u = (b_v - tl.sum(b_s * b_k[:, None], 0)) * b_beta
+    b_s += b_k[:, None] * b_u[None, :]  # S <- S + beta k (v - S^T k)^T
+    return b_s, tl.sum(b_s * b_q[:, None], 0)  # o = scale S^T q
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def recurrent_kernel(
     K: tl.constexpr = 128
     V: tl.constexpr = 128
     BK: tl.constexpr = 128
-    BV: tl.constexpr = 8
-    NV: tl.constexpr = 16
+    BV: tl.constexpr = 32
+    NV: tl.constexpr = 4
     i_v = tl.program_id(0) % NV
     i_hv = tl.program_id(0) // NV % HV
     i_n = (tl.program_id(0) // (NV * HV)).to(tl.int64)
@@ -102,7 +102,7 @@ def recurrent_kernel(
     # the state to start from: the sequence's own, or the slot that the index table names. Its address comes from memory,
     # so the first token's loads go out before it and the state's after it
     i_s = i_n
-    m_s = m_k[None, :] & m_v[:, None]  # [BV, BK]
+    m_s = m_k[:, None] & m_v[None, :]  # [BK, BV]
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
@@ -136,14 +136,14 @@ def recurrent_kernel(
         if dt_bias is not None:
             b_bias = tl.load(dt_bias + i_hv * K + d_k, mask=m_k, other=0).to(tl.float32)
 
-    d_s = i_hv * (K * V) + d_v[:, None] * K + d_k[None, :]
+    d_s = i_hv * (K * V) + d_k[:, None] * V + d_v[None, :]
     if h0 is None:
-        b_s = tl.zeros([BV, BK], tl.float32)
+        b_s = tl.zeros([BK, BV], tl.float32)
     elif has_initial is None:
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_s, other=0, eviction_policy="evict_first").to(tl.float32)
     else:
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
-        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
+        b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0, eviction_policy="evict_first").to(tl.float32)
 
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
@@ -171,13 +171,13 @@ def recurrent_kernel(
             column = tl.minimum(i_t, COLUMNS - 1)
             i_w = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
             m_w = m_s & (i_w >= 0) & (i_w < slots) & (i_w != pad_slot)
-            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w)
+            tl.store(ht + i_w * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_w, eviction_policy="evict_first")
         p_o += o_t
 
     if COLUMNS == 0 and ht is not None:
         if state_indices is not None and not ONE_TOKEN:
             m_s = m_s & (n_t > 0)  # a sequence without tokens leaves its slot alone
-        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s)
+        tl.store(ht + i_s * ht_n + d_s, b_s.to(ht.dtype.element_ty), mask=m_s, eviction_policy="evict_first")
 
 
 def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_slot):
@@ -192,13 +192,13 @@ def scalars(q, k, v, g, beta, o, h0, ht, state_indices, scale, lower_bound, pad_
 
 
 def programs(N, HV):
-    return N * HV * 16
+    return N * HV * 4
 
 
 def launch(
     q, k, v, g, beta, A_log, dt_bias, o, h0, ht, cu_seqlens, state_indices, num_accepted, has_initial, scale, lower_bound,
     *, pad_slot=-1, raw_gate=True, l2norm=True, beta_sigmoid=True, beta_scale=1.0,
-    num_warps=1, num_stages=1,
+    num_warps=2, num_stages=1,
 ):
     """Launch on the current device and stream; returns the compiled kernel, or None if there is nothing to do.
 
