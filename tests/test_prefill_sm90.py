@@ -186,4 +186,5 @@ def test_refuses_what_it_cannot_describe(recorded):
     assert not prefill_sm90.run(call, None)
     y = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16)
     assert not prefill_sm90.run(call._replace(q=y, k=y, v=y, g=y, max_workspace=10), None)
+    assert not prefill_sm90.run(call._replace(q=y, k=y, v=y, g=y.float()), None)
     assert not seen

@@ -67,7 +67,9 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
     if layout is None:
         tiles = [token_tiles(x) for x in (call.q, call.k, call.v, call.g)]
         rows = call.chunk_rows.shape[0]
-        if None in tiles or not rows or rows * call.HV * call.kernels.row_bytes > call.max_workspace:
+        if None in tiles or call.g.dtype != torch.bfloat16:
+            return False
+        if not rows or rows * call.HV * call.kernels.row_bytes > call.max_workspace:
             return False
         if len(_LAYOUTS) >= MAX_LAYOUTS:
             _LAYOUTS.clear()
