@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench
 
 ORDER = ("metadata", "conv", "decode", "prefill", "layer")
-SHARE = {"prefill": 2.0}  # of the budget, 1 for the others
+SHARE = {"prefill": 5.0, "decode": 2.0}  # of the budget, 1 for the others
 OUT = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
