@@ -141,7 +141,7 @@ def panels(figure: Figure, rows: list[dict]) -> dict[tuple, dict[str, list[tuple
     out: dict[tuple, dict] = defaultdict(lambda: defaultdict(dict))
     for row in timed(rows, figure.how):
         wanted = all(row.get(name, value) == value for name, value in figure.only.items())
-        if wanted and figure.x in row and figure.y in row:
+        if wanted and figure.x in row and figure.y in row and any(part in row for part in figure.panel):
             out[tuple(row.get(part) for part in figure.panel)][row["who"]][row[figure.x]] = row
     lines = {key: {who: sorted(by.items()) for who, by in whos.items()} for key, whos in out.items()}
     return {key: lines[key] for key in sorted(lines, key=str_last) if any(len(line) > 1 for line in lines[key].values())}
@@ -211,9 +211,13 @@ def _axes(ax, figure: Figure, ticks: set) -> None:
     ax.minorticks_off()
     ax.set_xlabel(figure.xlabel, color=MUTED)
     if figure.y == "us":
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        ax.yaxis.set_minor_formatter(lambda value, _: "")
+        values = [y for line in ax.get_lines() for y in line.get_ydata()]
+        if max(values) > 30 * min(values):  # else a scale from zero shows more
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            ax.yaxis.set_minor_formatter(lambda value, _: "")
+        else:
+            ax.set_ylim(0, None)
         ax.set_ylabel("us", color=MUTED)
     else:
         ax.set_ylabel("TB/s", color=MUTED)
@@ -228,13 +232,13 @@ def _short(value: float) -> str:
 
 
 def draw_speedup(section: str, data: dict, path: Path) -> bool:
-    """Peer's time over ours, a dot a case and peer; False where no peer was measured."""
+    """Peer's time over ours, a dot a case and peer; False where peers were measured in less than two cases."""
     cases = defaultdict(dict)
     for row in timed(data["rows"], "graph"):
         op = row.get("op", "")
         cases[row["case"] if not op or op in row["case"] else f"{row['case']}, {op}"][row["who"]] = row
     cases = {case: by for case, by in cases.items() if "kdagen" in by and len(by.keys() & COLORS.keys()) > 1}
-    if not cases:
+    if len(cases) < 2:
         return False
     import matplotlib
 
