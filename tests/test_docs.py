@@ -119,3 +119,9 @@ def test_readme_python_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "'family': 'step_tables'" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["targets.py", "plot.py"])
+def test_tables_are_what_the_json_says(script):
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run: python scripts/{script}\n{done.stdout}{done.stderr}"
