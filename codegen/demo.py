@@ -5,7 +5,11 @@ A GPU launches them; without one, Triton's interpreter runs them on the CPU (fp3
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import click
@@ -30,6 +34,9 @@ def run(*, seed: int = 0, quick: bool = False) -> int:
     if not quick:
         from kdagen.serving import loop
 
+        agrees = _prefill_and_decode(device) and agrees
+        if device.type == "cpu":
+            click.echo("The serving loop below takes the CPU path: to interpret all of its kernels would take minutes.\n")
         agrees = loop.show(device=device, seed=seed) and agrees
     click.echo("\nEvery result agrees with its oracle." if agrees else "\nA result differs from its oracle.")
     return 0 if agrees else 1
@@ -80,6 +87,50 @@ def _step_tables(device) -> bool:
     where = "" if devices.machine() else f" (as dispatch decides for an {target.slug})"
     click.echo(f"Variant: {choice.variant.name}, {choice.schedule.warps} warps; chosen: {choice.how}{where}.\n"
                f"Why: kdagen explain step_tables --device {target.slug}\n")
+    return all(row[-1] == "equal" for row in rows)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log line of variants rendered on demand, and the interpreter's warnings of values that a select drops."""
+    log = logging.getLogger("kdagen")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def _prefill_and_decode(device) -> bool:
+    """A prompt through ``chunk_kda``, two tokens more through ``fused_recurrent_kda``, beside the recurrence in fp64."""
+    import torch
+
+    from kdagen.ops.decode import fused_recurrent_kda
+    from kdagen.ops.prefill import chunk_kda
+    from kdagen.reference import recurrent_kda
+
+    dtype, limit = (torch.bfloat16, 1e-2) if device.type == "cuda" else (torch.float32, 1e-4)
+    T, H, K = 70, 1, 128
+    q, k, v, g = (torch.randn(1, T + 2, H, K, device=device).to(dtype) for _ in range(4))
+    beta = torch.randn(1, T + 2, H, device=device).to(dtype)
+    gate = dict(A_log=torch.zeros(H, device=device), dt_bias=torch.randn(H, K, device=device), lower_bound=-5.0,
+                use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    exact, state_after = recurrent_kda(q, k, v, g, beta, output_final_state=True, **gate)
+    with _quiet():
+        prompt, state = chunk_kda(*(x[:, :T] for x in (q, k, v, g, beta)), output_final_state=True, **gate)
+        tokens, state = fused_recurrent_kda(*(x[:, T:] for x in (q, k, v, g, beta)), initial_state=state,
+                                            output_final_state=True, **gate)
+    rows = []
+    pairs = (("prefill, 70 tokens: o", prompt, exact[:, :T]), ("decode, 2 tokens: o", tokens, exact[:, T:]),
+             ("state after all", state, state_after))
+    for name, ours, theirs in pairs:
+        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+        rows.append([name, list(ours.shape), str(dtype)[6:], f"{error:.1e}", "equal" if error < limit else "DIFFERS"])
+    cli.print_table("Prefill, then decode, beside the recurrence in fp64", ["what", "shape", "inputs", "error", ""], rows)
+    click.echo("")
     return all(row[-1] == "equal" for row in rows)
 
 
