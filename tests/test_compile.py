@@ -1,6 +1,9 @@
 """Every generated variant compiles for every target without a GPU, fits its device, and the reports are true."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -89,3 +92,24 @@ def test_fits_compares_with_known_devices():
     assert "h200" in report.fits()
     assert Report("v", "k", "", "sm90", 4, 1, shared=300_000).fits() == []
     assert Report("v", "k", "", "sm80", 4, 1, shared=200_000).fits() == []
+
+
+NEWEST = "3.9.0"
+
+
+@pytest.mark.slow
+def test_the_newest_triton_compiles_too(tmp_path):
+    """The generated set with the newest supported Triton, for one target of each vendor; the suite's own is the oldest."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    fetched = subprocess.run([*pip, "--target", str(site), f"triton=={NEWEST}"], capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"no triton {NEWEST} from this package index: {fetched.stderr.strip().splitlines()[-1]}")
+    code = "import sys; from kdagen.cli import main; main(sys.argv[1:])"
+    environment = os.environ | {"PYTHONPATH": str(site), "KDAGEN_CACHE": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code, "compile", "--target", "sm90,gfx942", "-j", "1", "--json"],
+                          capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assert {row["target"] for row in rows} == {"sm90", "gfx942"}
+    assert {row["variant"] for row in rows} == {variant.name for variant in ALL}
