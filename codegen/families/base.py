@@ -90,6 +90,12 @@ class Family:
                     for stages in self.stages:
                         yield Schedule.make(warps=warps, stages=stages, form=form, **dict(zip(self.space, sizes)))
 
+    @staticmethod
+    def refuse_threads(schedule: Schedule, target: Target | None) -> str | None:
+        """The reason why a program has too many threads: 32 warps are 1,024 of 32 lanes, 2,048 of 64; for ``supports``."""
+        threads = schedule.warps * (64 if target is not None and target.vendor == "hip" else 32)
+        return f"{threads} threads a program are more than 1024" if threads > 1024 else None
+
     def refuse_chunk(self, spec: Spec) -> str | None:
         """The reason why the Spec's chunk size is none of 16, 32, 64, 128; for ``supports`` of chunked families."""
         return None if spec.chunk in CHUNKS else f"chunk size {spec.chunk} is not one of {', '.join(map(str, CHUNKS))}"

@@ -80,7 +80,7 @@ class Prepare(Family):
         }
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
-        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec) or self.refuse_threads(schedule, target):
             return reason
         if schedule.form:
             gate = {"gluon": "bounded", "levels": "softplus"}[schedule.form]

@@ -35,7 +35,7 @@ class Segments(Family):
         return {"kp": kp, "vp": vp, "bm": bm, "bc": min(vp, 64 if kp <= 128 else 16), "precision": precision(spec)}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
-        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec) or self.refuse_threads(schedule, target):
             return reason
         bm, kp, vp = schedule.block.get("bm", 0), padded(spec.k), padded(spec.v)
         if schedule.form and (reason := refuse_hopper_form(spec, schedule, target) or refuse_rows(schedule, bm)):

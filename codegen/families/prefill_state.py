@@ -53,7 +53,7 @@ class State(Family):
         return {"kp": padded(spec.k), "vp": padded(spec.v), "bv": schedule.block.get("bv", 64), "precision": precision(spec)}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
-        if reason := self.refuse_chunk(spec) or refuse_sizes(spec):
+        if reason := self.refuse_chunk(spec) or refuse_sizes(spec) or self.refuse_threads(schedule, target):
             return reason
         bv, kp = schedule.block.get("bv", 0), padded(spec.k)
         if schedule.form and (reason := refuse_hopper_form(spec, schedule, target) or refuse_rows(schedule, bv)):

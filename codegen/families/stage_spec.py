@@ -25,7 +25,7 @@ class StageSpec(Family):
         rows = schedule.block.get("br", 0)
         if set(schedule.block) != {"br"} or rows != next_power_of_2(rows) or rows < 16:
             return f"blocks {schedule.name or 'none'} are not br, a power of two from 16"
-        return None
+        return self.refuse_threads(schedule, target)
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         return Schedule.make(br=32, warps=1, stages=1)

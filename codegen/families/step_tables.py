@@ -46,7 +46,7 @@ class StepTables(Family):
             return f"blocks {schedule.name or 'none'} are not bn, bg and br"
         if any(size != next_power_of_2(size) or size < (2 if name == "bg" else 64) for name, size in block.items()):
             return f"blocks {schedule.name} are not powers of two, bn and br from 64, bg from 2"
-        return None
+        return self.refuse_threads(schedule, target)
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
         """One schedule for all sizes: a step must never meet a kernel that was not compiled before it."""

@@ -113,7 +113,7 @@ def fused_recurrent_kda(
         if initial_state is not None and initial_state.dtype == torch.float32 and initial_state.is_contiguous():
             final_state = torch.empty_like(initial_state)  # the quick way to a tensor of that shape
         else:
-            N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
             inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
             final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
     else:

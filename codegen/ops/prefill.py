@@ -90,7 +90,8 @@ def chunk_kda(
     waits for the device: sizes come from ``cu_seqlens_cpu``, the host's copy, or from ``tables``, a step's
     ``step_tables(..., chunk_size=chunk_size, rows=True)``; with neither, a bound serves, and the call can be captured in a
     CUDA graph and replayed with other boundaries (as it can with tables in bounded mode). Tokens of no sequence: o is left
-    as it is.
+    as it is. The host's copy is checked in each call, from 0 to T; boundaries on a GPU are taken at their word and not
+    clamped: outside of 0..T they lead out of the tensors.
 
     States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16,
     fp16; zeros if None), and with ``output_final_state`` a new fp32 tensor; a sequence without tokens keeps its state. Or
@@ -111,13 +112,16 @@ def chunk_kda(
     Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or Unsupported. Not differentiable. Formula:
     arXiv 2510.26692.
     """
+    for name, tensor in (("q", q), ("v", v)):
+        if tensor.dim() != 4:
+            check_shape(name, tensor, None, None, None, None)
     if out is None:
         out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final_state = None
     if output_final_state:
         if write_slots is not None:
             refuse("output_final_state", True, "False beside write_slots", "The final states go to the pool's slots.")
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
         inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
         final_state = torch.empty((N, v.shape[-2], *inner), dtype=torch.float32, device=q.device)
     longest, chunk_offsets, chunk_rows = -1, None, None
@@ -126,6 +130,8 @@ def chunk_kda(
             refuse("tables" if tables is not None else "cu_seqlens_cpu", "a value without cu_seqlens",
                    "None, or cu_seqlens beside it")
     else:
+        if checked:
+            check_device("cu_seqlens", cu_seqlens, q.device)
         if tables is None:
             bound = q.shape[0] * q.shape[1] if cu_seqlens_cpu is None else None
             if runs_kernels(q):
@@ -135,6 +141,8 @@ def chunk_kda(
             if tables.chunk_rows is None:
                 refuse("tables", "StepTables without chunk_rows", "step_tables(..., rows=True)")
             chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
+        if checked and cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
+            _check_ends(cu_seqlens_cpu, q.shape[1])
         if cu_seqlens.shape[0] == 2:
             longest = q.shape[1]
         elif (cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= planning.SEGMENT_HEADS
@@ -153,6 +161,14 @@ def chunk_kda(
     else:
         _run(*arguments)
     return out, final_state
+
+
+def _check_ends(cu_seqlens_cpu: torch.Tensor, tokens: int) -> None:
+    """Refuse host boundaries that leave the tokens there are: the kernels take the device's copy at its word."""
+    edges = cu_seqlens_cpu.numpy()
+    if edges.size and (edges[0] != 0 or edges[-1] != tokens):
+        refuse("cu_seqlens_cpu", f"boundaries from {edges[0]} to {edges[-1]}",
+               f"boundaries that start at 0, never decrease, and end at T = {tokens}")
 
 
 def _layouts(*tensors: torch.Tensor | None) -> tuple:

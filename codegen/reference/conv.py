@@ -48,7 +48,7 @@ def causal_conv1d_update(
     has_initial_state [S] bool: False takes zeros for the history. A slot outside the pool or equal to pad_slot is padding:
     neither read nor written, output zero.
     """
-    W, slots = weight.shape[-1], state_indices.reshape(len(state_indices), -1)[:, 0].tolist()
+    W, slots = weight.shape[-1], (state_indices if state_indices.dim() == 1 else state_indices[:, 0]).tolist()
     k = pool.shape[1] - (W - 1)
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for s, (row, start, end) in enumerate(boundaries(cu_seqlens, x.shape[0], x.shape[1])):

@@ -119,7 +119,7 @@ def recurrent_kda_pool(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, dtype=dtype,
     )
     out = torch.zeros_like(inputs.v)
-    table = state_indices.reshape(len(state_indices), -1).tolist()
+    table = (state_indices[:, None] if state_indices.dim() == 1 else state_indices).tolist()
     is_padding = lambda slot: not 0 <= slot < len(pool) or slot == pad_slot
     started = []  # (row of the table, its span, S): every row reads the pool before any row writes
     for s, span in enumerate(boundaries(cu_seqlens, q.shape[0], q.shape[1])):
