@@ -39,7 +39,13 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'kdagen' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"kdagen.{_PUBLIC[name]}"), name)
+    try:
+        value = getattr(import_module(f"kdagen.{_PUBLIC[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton", "numpy"):
+            raise
+        raise ModuleNotFoundError(f"kdagen.{name} needs {error.name}, which is not installed. "
+                                  "Run: pip install 'kdagen[launch]'", name=error.name) from error
     globals()[name] = value
     return value
 

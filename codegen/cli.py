@@ -5,6 +5,7 @@ torch, triton and rich are imported by the verbs that need them, so that `kdagen
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -17,14 +18,23 @@ from kdagen.spec import CHUNKS, Schedule, Spec, Variant, parse
 
 
 class Group(click.Group):
-    """A click group that prints a KdagenError as one message and exits 2, with no traceback."""
+    """A click group that prints what went wrong outside of kdagen's own code as one message and exits 2, no traceback."""
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
         except KdagenError as error:
             click.echo(f"kdagen: {error}", err=True)
-            ctx.exit(2)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton", "numpy"):
+                raise
+            click.echo(f"kdagen: this needs {error.name}, which is not there. Run: pip install 'kdagen[launch]'", err=True)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # `kdagen list | head`: click ends in silence
+                raise
+            click.echo(f"kdagen: {error.filename or 'file'}: got {error.strerror}, expected a path that this user can read "
+                       "and write. `kdagen doctor` shows the folders in use.", err=True)
+        ctx.exit(2)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,13 +89,14 @@ def chosen_variants(chunk_size, families_, head_dim, dtype, blocks, flags, names
         refuse("--chunk-size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}", "Run: kdagen render --chunk-size 64")
     k, v = _head_dims(head_dim)
     found: list[Variant] = []
+    committed = project.committed_set()  # the tuned winners of a chosen Spec belong to the choice
     for family in [families.get(name) for name in families_] or families.everyone():
         for spec in family.chunk_specs(chunk_size or 64, k=k, v=v, dtype=dtype):
             spec = _with_flags(spec, flags) if flags else spec
             if blocks:
                 found.append(Variant(spec, _with_blocks(family.default(spec), blocks).source_key))
             else:
-                found += project.default_variants(spec)
+                found += project.default_variants(spec) + [variant for variant in committed if variant.spec == spec]
     return sorted(set(found))
 
 
@@ -168,7 +179,7 @@ def render(chunk_size, families_, head_dim, dtype, blocks, flags, names, out, st
         from kdagen.loader import cached
 
         for variant in outside:
-            click.echo(f"cached {cached(variant)}")
+            click.echo(f"cached {cached(variant, asked_for=True)}")
     click.echo(f"{len(changes.written)} written, {len(changes.unchanged)} unchanged, {len(outside)} in the cache")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -16,8 +17,8 @@ from kdagen.spec import Problem
 @cli.main.command("compile")
 @cli.selection
 @click.option("--target", default="sm90", show_default=True, help="comma-separated: sm80,sm90,sm100,gfx942,gfx950, or all")
-@click.option("-j", "--jobs", default=2, show_default=True, help="worker processes")
-@click.option("--timeout", default=300.0, show_default=True, help="seconds a kernel may take")
+@click.option("-j", "--jobs", type=click.IntRange(1), default=2, show_default=True, help="worker processes")
+@click.option("--timeout", type=click.FloatRange(1), default=300.0, show_default=True, help="seconds a kernel may take")
 @click.option("--json", "as_json", is_flag=True)
 def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, target, jobs, timeout, as_json):
     """Compile variants for any target without a GPU: registers, spills, shared memory, matrix instructions, fit."""
@@ -28,6 +29,9 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
         if name not in devices.ARCHS:
             refuse("--target", repr(name), f"one of {', '.join(devices.ARCHS)}, or all")
     variants = cli.chosen_variants(chunk_size, families_, head_dim, dtype, blocks, flags, names)
+    for module in ("torch", "triton"):
+        if find_spec(module) is None:  # one message, not one for each worker
+            raise ModuleNotFoundError(f"no module named {module}", name=module)
     work = default_jobs(variants, targets)
     reports = []
     for number, found in enumerate(compile_many(work, workers=jobs, timeout=timeout), 1):
@@ -50,9 +54,9 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
 @cli.main.command()
 @click.argument("what")
 @click.option("--device", help="a device or architecture (h200, sm90); the machine's own by default")
-@click.option("--tokens", type=int, default=8192, show_default=True)
-@click.option("--seqs", type=int, default=1, show_default=True)
-@click.option("--heads", type=int, default=32, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True)
+@click.option("--seqs", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--heads", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--chunk-size", type=int, default=64, show_default=True)
 @click.option("--head-dim", default="128", show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
@@ -65,13 +69,13 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
     """
     from kdagen import dispatch, families
 
+    names = [name for name in families.NAMES if name == what] or [n for n in families.NAMES if n.startswith(what)]
+    if not names:
+        families.get(what)
     target = devices.named(device) if device else devices.machine()
     if target is None:
         refuse("--device", "nothing, on a machine without a GPU", f"one of {', '.join(devices.table())}",
                "Run: kdagen explain " + what + " --device h200")
-    names = [name for name in families.NAMES if name == what] or [n for n in families.NAMES if n.startswith(what)]
-    if not names:
-        families.get(what)
     k, v = cli._head_dims(head_dim)
     problem = Problem(tokens, seqs, heads)
     rows = []
@@ -82,11 +86,11 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
         for spec in sorted(specs):
             choice, verdicts = dispatch.explain(spec, problem, target)
             schedule = choice.schedule
-            rows.append([spec.name, "->", schedule.name, f"w{schedule.warps} s{schedule.stages}", "", "",
+            rows.append([spec.name, "->", schedule.name, f"w{schedule.warps} s{schedule.stages}", None, None,
                          f"picked: {choice.how}"])
             for verdict in verdicts:
                 row = verdict.row
-                rows.append([spec.name, "" if verdict.rank is None else verdict.rank + 1, verdict.schedule.name,
+                rows.append([spec.name, None if verdict.rank is None else verdict.rank + 1, verdict.schedule.name,
                              f"w{verdict.schedule.warps} s{verdict.schedule.stages}", row and f"{row.us:.1f}",
                              row and f"2^{row.load[0]} x 2^{row.load[1]}", verdict.why])
     title = f"{what} on {target.slug} ({target.arch}, {target.sms} SMs): {tokens} tokens, {seqs} sequences, {heads} heads"
@@ -127,7 +131,7 @@ def doctor(as_json):
     cache = files.cache_dir()
     where = next(p for p in (cache, *cache.parents) if p.exists())
     rows.append(["cache", str(cache), "ok" if os.access(where, os.W_OK) else "not writable: set KDAGEN_CACHE"])
-    for variable in ("KDAGEN_MODE", "KDAGEN_PIN", "KDAGEN_VARIANT_PATH", "TRITON_INTERPRET"):
+    for variable in ("KDAGEN_MODE", "KDAGEN_PIN", "KDAGEN_VARIANT_PATH", "KDAGEN_BATCH_INVARIANT", "TRITON_INTERPRET"):
         if os.environ.get(variable):
             rows.append([variable, os.environ[variable], "set"])
     try:

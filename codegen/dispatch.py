@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kdagen import devices, families, files, loader, quirks, table
-from kdagen.errors import Unsupported, refuse
+from kdagen.errors import KdagenError, UnknownName, Unsupported, refuse
 from kdagen.spec import Problem, Schedule, Spec, Target, Variant, parse
 
 MAX_OCTAVES = 2
@@ -121,7 +121,10 @@ def _environment_pins(value: str) -> dict[str, Schedule]:
         sizes = {option[0]: int(option[1:]) for option in options if option[:1] in "ws" and option[1:].isdigit()}
         if len(sizes) != len(options):
             refuse("KDAGEN_PIN", repr(item), "VARIANT or VARIANT:w4:s2, as `kdagen list` prints variants")
-        variant = parse(name)
+        try:
+            variant = parse(name)
+        except KdagenError as error:
+            refuse("KDAGEN_PIN", repr(item), "a variant as `kdagen list` prints it", str(error), kind=UnknownName)
         pins[variant.spec.name] = _complete(variant, sizes.get("w"), sizes.get("s"))
     return pins
 

@@ -120,7 +120,7 @@ def check_supported(variant: Variant) -> None:
     reason = family.supports(variant.spec, variant.schedule, None)
     if reason:
         refuse(f"variant {variant.name}", reason, f"a Spec and blocks that family {family.name} supports",
-               "`kdagen explain` lists the limits.", kind=Unsupported)
+               f"Run: kdagen explain {family.name} --device h200", kind=Unsupported)
 
 
 @lru_cache(maxsize=1024)
@@ -163,7 +163,6 @@ def _run(template: str, names: dict, *, marked: bool) -> str:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(".j2")]
         where = f"templates/{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else template
         raise RenderError(f"{where}: {error}") from error
-
 
 
 def _tidy(text: str) -> str:

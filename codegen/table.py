@@ -94,7 +94,7 @@ def read(path: Path, *, skipped: list[str] | None = None) -> list[Row]:
     """The rows of a table. With ``skipped``, bad lines are noted there and passed over; without, they raise."""
     rows = []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()  # bytes that are no text spoil their line alone
     except FileNotFoundError:
         return []
     for number, line in enumerate(lines, 1):

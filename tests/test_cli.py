@@ -78,7 +78,10 @@ def test_a_rendered_folder_is_used_by_dispatch(kdagen, tmp_path, monkeypatch):
     (["show", "step_tables"], "kdagen list"),
     (["compile", "--target", "sm75"], "sm90"),
     (["explain", "step_tables", "--device", "abacus"], "h200"),
-    (["explain", "nothing", "--device", "h200"], "step_tables"),
+    (["explain", "nothing"], "step_tables"),
+    (["explain", "step_tables", "--device", "h200", "--seqs", "0"], "--seqs"),
+    (["compile", "-j", "0"], "--jobs"),
+    (["render", "--chunk-size", "32", "--out", "/dev/null/out"], "/dev/null"),
 ])
 def test_refusals_exit_2_with_a_reason(kdagen, arguments, words):
     assert words in kdagen(*arguments, code=2)
@@ -128,6 +131,40 @@ def test_without_torch_and_triton(arguments, tmp_path):
     done = subprocess.run([sys.executable, "-c", BLOCK, *arguments], capture_output=True, text=True,
                           env=os.environ | {"KDAGEN_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_compile_says_what_it_lacks(kdagen, monkeypatch, name):
+    monkeypatch.setattr("kdagen.cli_tools.find_spec", lambda wanted: None if wanted == name else object())
+    assert f"needs {name}" in kdagen("compile", "--family", "gate", code=2)
+
+
+def test_the_module_is_the_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "kdagen", "show", "nothing"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "kdagen list" in done.stderr
+
+
+NO_TRITON = """
+import importlib.abc, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'triton':
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Block())
+import torch, kdagen
+host = torch.tensor([0, 5, 70], dtype=torch.int32)
+assert kdagen.step_tables(host, host).chunk_offsets.tolist() == [0, 1, 3]
+q = torch.randn(1, 70, 2, 16)
+for op in (kdagen.chunk_kda, kdagen.fused_recurrent_kda):
+    assert op(q, q, q, -q.abs(), q[..., 0].sigmoid(), cu_seqlens=host)[0].isfinite().all()
+assert 'triton' not in sys.modules and kdagen.kda_decode_step
+"""
+
+
+def test_the_cpu_path_needs_no_triton(tmp_path):
+    done = subprocess.run([sys.executable, "-c", NO_TRITON], capture_output=True, text=True,
+                          env=os.environ | {"KDAGEN_CACHE": str(tmp_path), "TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_line_starts_at_once():

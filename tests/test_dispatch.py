@@ -181,7 +181,7 @@ def test_pins_from_the_environment(monkeypatch):
 @pytest.mark.parametrize("value", ["toy__k128_v128_bf16__bv64:x4", "toy__k128_v128_bf16__bv64:w", "nobody__k1:w1"])
 def test_a_bad_pin_from_the_environment(monkeypatch, value):
     monkeypatch.setenv("KDAGEN_PIN", value)
-    with pytest.raises((ArgumentError, UnknownName)):
+    with pytest.raises((ArgumentError, UnknownName), match="KDAGEN_PIN: got"):
         pick()
 
 

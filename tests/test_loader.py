@@ -2,13 +2,14 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from kdagen import dispatch, families, loader, manifest, project
-from kdagen.errors import ArgumentError, NoVariant
+from kdagen import dispatch, families, files, loader, manifest, project
+from kdagen.errors import ArgumentError, KdagenError, NoVariant
 from kdagen.render import render
 from kdagen.spec import CHUNKS, Variant
 
@@ -85,11 +86,30 @@ def test_variant_path(cache, tmp_path, monkeypatch, caplog):
     (folder / variant.path).write_text("damaged\n")
     with caplog.at_level(logging.WARNING, "kdagen"):
         assert loader.find(variant) is None
-    assert "bytes differ" in caplog.text
+    assert "bytes differ" in caplog.text and "nowhere is not a folder" in caplog.text
     entries = manifest.read(folder)
     entries[variant.name]["inputs"] = "0" * 64
     manifest.write(folder, entries)
     assert loader.find(variant) is None
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"\xff\n")])
+def test_a_missing_or_damaged_committed_file_is_rendered_instead(cache, tmp_path, monkeypatch, caplog, damage):
+    variant, folder = project.committed_set()[0], tmp_path / "generated"
+    shutil.copytree(files.generated_dir(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(files, "generated_dir", lambda: folder)
+    assert loader.find(variant) == folder / variant.path
+    damage(folder / variant.path)
+    with caplog.at_level(logging.WARNING, "kdagen"):
+        assert loader.load(variant).__file__.startswith(str(cache))
+    assert "Run: kdagen render" in caplog.text
+
+
+def test_an_unwritable_cache_names_the_variable(cache, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KDAGEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(KdagenError, match=r"KDAGEN_CACHE: got .*file.*--out DIR"):
+        loader.load(uncommitted())
 
 
 def test_many_processes_at_once(cache):

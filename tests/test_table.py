@@ -60,6 +60,13 @@ def test_reading_notes_bad_lines_or_raises(tmp_path):
         table.read(path)
 
 
+def test_bytes_that_are_no_text_spoil_their_line_alone(tmp_path):
+    path, good = tmp_path / "sm90-h200.jsonl", toy_family.row()
+    path.write_bytes(b"\xff\x00\n" + good.line().encode() + b"\n")
+    skipped = []
+    assert table.read(path, skipped=skipped) == [good] and len(skipped) == 1
+
+
 def test_writing_sorts_and_refuses_collisions(tmp_path):
     path = tmp_path / "t.jsonl"
     a, b = toy_family.row(load=(7, 1)), toy_family.row(load=(3, 1))

@@ -30,8 +30,8 @@ def register(schema: str, implementation: Callable, fake: Callable):
 
 
 def interpreting() -> bool:
-    """Whether Triton runs its CPU interpreter (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    """Whether Triton runs its CPU interpreter (TRITON_INTERPRET=1, or another word that Triton takes for yes)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:

@@ -86,9 +86,9 @@ def check_boundaries(
     if batch != 1:
         refuse(name, f"a batch of {batch} rows", "packed sequences in one row (B = 1)",
                "Reshape [B, T, ...] to [1, B * T, ...].")
-    check_vector(name, cu_seqlens, device, cu_seqlens.shape[0] if cu_seqlens.dim() == 1 else -1, *INTEGERS)
-    if cu_seqlens.shape[0] == 0:
-        refuse(name, "an empty tensor", "[N + 1] boundaries, at least [0]")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        refuse(name, f"shape {list(cu_seqlens.shape)}", "shape [N + 1]: the start, then the end of each sequence")
+    check_vector(name, cu_seqlens, device, cu_seqlens.shape[0], *INTEGERS)
     if values and cu_seqlens.device.type == "cpu":
         edges = cu_seqlens.tolist()
         if edges[0] != 0 or edges[-1] != tokens or any(a > b for a, b in pairwise(edges)):

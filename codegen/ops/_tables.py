@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from triton import knobs
 
 from kdagen import devices, dispatch
 from kdagen.errors import refuse
 from kdagen.families.step_tables import MAX_SCHEDULES
-from kdagen.launch import handle
+from kdagen.launch import handle, knobs
 from kdagen.ops._common import DTYPE_NAMES, interpreting
 from kdagen.spec import CHUNKS, Problem, Spec
 

@@ -97,6 +97,8 @@ def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, p
          checked) -> None:
     key = ("prefill", _layout(x), _layout(weight), _layout(bias), _layout(out), _layout(cu_seqlens), _layout(pool),
            _layout(indices), _layout(has), block_m)
+    if checked and out.data_ptr() == x.data_ptr() and x.numel():
+        refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     plan = _LAYOUTS.get(key)
     if plan is None or not x.is_cuda:
         if checked:
@@ -105,8 +107,6 @@ def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, p
             return run_prompts(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, pad_slot, silu)
         seqs = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         plan = _remember(key, _plan("conv_prefill", x, weight, seqs))
-    if checked and out.data_ptr() == x.data_ptr() and x.numel():
-        refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     if x.dim() == 2:
         x, out = x.unsqueeze(0), out.unsqueeze(0)
     if indices is not None and indices.dim() == 2:
