@@ -41,8 +41,7 @@ def test_the_same_decay_on_every_token(g, rng):
     tensors, options = kda(rng, "rand", T=37, H=1, K=16)
     tensors["g"] = torch.full_like(tensors["g"], g)
     wanted = R.recurrent_kda(**tensors, **options, output_final_state=True)
-    for chunk in (16, 32):
-        check(prefill(tensors, options, chunk_size=chunk), wanted, FP32)
+    check(prefill(tensors, options, chunk_size=32), wanted, FP32)
     check(fused_recurrent_kda(**tensors, **options, output_final_state=True), wanted, FP32)
     half = {x: t.half() if x in "qkv" else t for x, t in tensors.items()}
     check(prefill(half, options, chunk_size=32), R.recurrent_kda(**half, **options, output_final_state=True), FP16)
@@ -119,7 +118,7 @@ def test_the_inverse_of_nearly_equal_keys(dtype, tolerance, chunk, rng):
     assert relative(series.nan_to_num(1e30), exact) > 1e-2 > 1e-5 > relative(R.chunked.inverse(akk), exact)
 
 
-# --- the forms of the gate ----------------------------------------------------------------------------------------------
+# --- the forms of the gate ------------------------------------------------------------------------------------------
 
 
 def through_each_op(rng) -> dict:
@@ -195,10 +194,10 @@ def test_beta_and_decay_reach_the_state_unrounded(path, rng, monkeypatch):
     assert relative(1 - state, torch.full_like(held, 1 - float(g.double().exp()[0, 0, 0, 0]))) < 2e-3, "0.9999 is not 1"
 
 
-# --- lengths --------------------------------------------------------------------------------------------------------------
+# --- lengths --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype, tolerance", [("softplus", torch.float32, FP32), ("mixed", torch.float16, FP16)])
+@pytest.mark.parametrize("name, dtype, tolerance", [("softplus", torch.float16, FP16)])
 def test_every_length_beside_nan(name, dtype, tolerance, rng):
     """Lengths 1..2C+1 at C = 16, after each one a sequence of NaN: a row past an end that counts would show."""
     lengths = [n for length in range(1, 34) for n in (length, 1)]
@@ -239,11 +238,11 @@ def test_1026_tokens(rng, monkeypatch):
     check(fused_recurrent_kda(**tensors, **options, output_final_state=True), wanted, 2e-5)
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
-@pytest.mark.parametrize("t", [0, 1, 17, 30])
+@pytest.mark.parametrize("t", [0, 17])
 def test_a_token_that_meets_an_empty_state_gives_no_gate_gradient(form, t, rng):
     """S_{t-1} = 0 as nothing was written before: o_t depends on q, k, v, beta of its own token, and on no decay."""
     T, K = 33, 6

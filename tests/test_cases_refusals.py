@@ -109,32 +109,32 @@ def test_no_public_function_or_class_takes_any_keyword():
     assert seen > 25 and compat is not None
 
 
-# --- shapes that look right ---------------------------------------------------------------------------------------------
+# --- shapes that look right -----------------------------------------------------------------------------------------
 
 SHAPES = [
-    *((name, "g", lambda x: x[..., 0], "g: got shape [1, 9, 4]")
+    *((name, "g", lambda x: x[..., 0], "g: got shape [1, 6, 2]")
       for name in ("chunk_kda", "fused_recurrent_kda", "kda_gate")),
-    *((name, "beta", lambda x: x[..., None], "beta: got shape [1, 9, 4, 1]")
+    *((name, "beta", lambda x: x[..., None], "beta: got shape [1, 6, 2, 1]")
       for name in ("chunk_kda", "fused_recurrent_kda", "kda_gate")),
-    *((name, "g", lambda x: x[:, :, :2], "g: got shape [1, 9, 2, 12], expected shape [1, 9, 4, 12]")  # one a q/k head
+    *((name, "g", lambda x: x[:, :, :1], "g: got shape [1, 6, 1, 4], expected shape [1, 6, 2, 4]")  # one a q/k head
       for name in ("chunk_kda", "fused_recurrent_kda")),
-    *((name, "beta", lambda x: x[:, :, :2], "beta: got shape [1, 9, 2], expected shape [1, 9, 4]")
+    *((name, "beta", lambda x: x[:, :, :1], "beta: got shape [1, 6, 1], expected shape [1, 6, 2]")
       for name in ("chunk_kda", "fused_recurrent_kda", "kda_gate")),
-    *((name, "A_log", lambda x: x[:2], "A_log: got shape [2], expected shape [4]")
+    *((name, "A_log", lambda x: x[:1], "A_log: got shape [1], expected shape [2]")
       for name in ("chunk_kda", "fused_recurrent_kda", "kda_gate", "kda_decode_step")),
-    *((name, "dt_bias", lambda x: x[:2], "dt_bias: got shape [2, 12], expected shape [4, 12]")
+    *((name, "dt_bias", lambda x: x[:1], "dt_bias: got shape [1, 4], expected shape [2, 4]")
       for name in ("chunk_kda", "fused_recurrent_kda", "kda_gate", "kda_decode_step")),
-    *((name, "initial_state", lambda x: x.mT.contiguous(), "initial_state: got shape [4, 4, 12, 20]")
+    *((name, "initial_state", lambda x: x.mT.contiguous(), "initial_state: got shape [4, 2, 4, 8]")
       for name in ("chunk_kda", "fused_recurrent_kda")),
-    *((name, "initial_state", lambda x: x[:3], "initial_state: got shape [3, 4, 20, 12]")
+    *((name, "initial_state", lambda x: x[:3], "initial_state: got shape [3, 2, 8, 4]")
       for name in ("chunk_kda", "fused_recurrent_kda")),
     *((name, "state_pool", lambda x: x.mT.contiguous(), "state_pool: got shape")
       for name in ("chunk_kda, pool", "fused_recurrent_kda, pool", "kda_decode_step")),
-    ("kda_decode_step", "g", lambda x: x.view(4, 4, 12), "g: got shape [4, 4, 12]"),
-    ("kda_decode_step", "beta", lambda x: x[..., None], "beta: got shape [4, 4, 1]"),
-    ("causal_conv1d", "weight", lambda x: x[:, None], "weight: got shape [128, 1, 4]"),
-    ("causal_conv1d", "conv_states", lambda x: x.mT.contiguous(), "conv_states: got shape [8, 128, 3]"),
-    ("causal_conv1d_update", "conv_states", lambda x: x.mT.contiguous(), "conv_states: got shape [8, 128, 7]"),
+    ("kda_decode_step", "g", lambda x: x.view(4, 2, 4), "g: got shape [4, 2, 4]"),
+    ("kda_decode_step", "beta", lambda x: x[..., None], "beta: got shape [4, 2, 1]"),
+    ("causal_conv1d", "weight", lambda x: x[:, None], "weight: got shape [24, 1, 4]"),
+    ("causal_conv1d", "conv_states", lambda x: x.mT.contiguous(), "conv_states: got shape [8, 24, 3]"),
+    ("causal_conv1d_update", "conv_states", lambda x: x.mT.contiguous(), "conv_states: got shape [8, 24, 7]"),
 ]
 
 
@@ -144,14 +144,14 @@ def test_shapes_that_would_broadcast_or_read_garbage(name, argument, change, wor
     assert words in refused(name, rng, argument, change(cases.CALLS[name][1](rng)[argument]), ArgumentError)
 
 
-# --- boundaries ---------------------------------------------------------------------------------------------------------
+# --- boundaries -----------------------------------------------------------------------------------------------------
 
 T = cases.T
 BOUNDARIES = {"chunk_kda": "cu_seqlens", "chunk_kda, pool": "cu_seqlens", "fused_recurrent_kda": "cu_seqlens",
               "fused_recurrent_kda, pool": "cu_seqlens", "causal_conv1d": "cu_seqlens",
               "causal_conv1d_update": "query_start_loc", "kda_gate": "cu_seqlens"}
-BAD = {"decreasing": [0, 5, 3, 9, T], "not from 0": [1, 5, 5, 8, T], "negative": [-1, 5, 5, 8, T],
-       "too short": [0, 5, 5, 8, T - 1], "too long": [0, 5, 5, 8, T + 1], "empty": []}
+BAD = {"decreasing": [0, 3, 2, 5, T], "not from 0": [1, 3, 3, 5, T], "negative": [-1, 3, 3, 5, T],
+       "too short": [0, 3, 3, 5, T - 1], "too long": [0, 3, 3, 5, T + 1], "empty": []}
 
 
 @pytest.mark.parametrize("path", ["interpreter", "cpu"])
@@ -166,9 +166,9 @@ def test_wrong_boundaries(name, bad, dtype, path, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("name, argument, value", [
-    ("prepare_chunk_metadata_device", "cu_seqlens_cpu", [0, 5, 3, 9, T]),
-    ("build_conv1d_chunk_schedule", "query_start_loc_cpu", [0, 5, 3, 9, T]),
-    ("step_tables", "cu_seqlens_cpu", [0, 5, 3, 9, T]),
+    ("prepare_chunk_metadata_device", "cu_seqlens_cpu", [0, 3, 2, 5, T]),
+    ("build_conv1d_chunk_schedule", "query_start_loc_cpu", [0, 3, 2, 5, T]),
+    ("step_tables", "cu_seqlens_cpu", [0, 3, 2, 5, T]),
 ])
 def test_decreasing_boundaries_of_the_tables(name, argument, value, rng):
     """Only differences count there, so that they may start anywhere: what can be wrong is a sequence of negative length."""
@@ -203,7 +203,7 @@ def guarded(tensor: torch.Tensor, fill: float) -> tuple[torch.Tensor, torch.Tens
     return wide, wide[:, ROOM:-ROOM]
 
 
-UNCHECKED = [[0, 6, 4, 9, 99], [0, 5, 5, 7, 8], [-50, 5, 5, 8, 9]]
+UNCHECKED = [[0, 5, 3, 6, 99], [0, 3, 3, 4, 5], [-50, 3, 3, 5, 6]]
 PAST_THE_END = "the templates of prefill take cu_seqlens on the device at its word (prefill_state.py.j2: bos, eos)"
 
 
@@ -227,7 +227,7 @@ def test_unchecked_boundaries_write_inside_their_tensors_only(name, edges, rng):
     assert (wide[:, :ROOM] == GUARD).all() and (wide[:, -ROOM:] == GUARD).all()
 
 
-# --- schedules that do not fit ------------------------------------------------------------------------------------------
+# --- schedules that do not fit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", families.NAMES)

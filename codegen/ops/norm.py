@@ -93,7 +93,7 @@ def _plan(o: torch.Tensor, z: torch.Tensor, out: torch.Tensor) -> tuple:
 
 def _walk(name: str, tensor: torch.Tensor, heads: int) -> tuple[int, int]:
     """(stride of a token, stride of a head); refuses leading dimensions that no single stride walks."""
-    if tensor.dim() == 1:
+    if tensor.dim() == 1 or tensor.numel() == 0:
         return tensor.shape[-1], tensor.shape[-1]
     head = tensor.stride(-2)
     leading = [(size, stride) for size, stride in zip(tensor.shape[:-2], tensor.stride()[:-2]) if size != 1]
