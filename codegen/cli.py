@@ -229,7 +229,7 @@ def check(as_json):
                     [["error" if f.error else "note", f.what, f.why, f.next] for f in findings], as_json=as_json)
     if not as_json:
         click.echo(f"{len(project.committed_set())} variants, {len(project.tuned_rows())} tuned rows: "
-                   + (f"{len(errors)} errors" if errors else "all in order"))
+                   + (f"{len(errors)} error{'s' * (len(errors) > 1)}" if errors else "all in order"))
     sys.exit(1 if errors else 0)
 
 

@@ -150,8 +150,7 @@ class Job(NamedTuple):
 
 
 def _start_worker() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
 
 
 def _run(job: Job) -> list[Report]:

@@ -41,7 +41,7 @@ def check_vector(name: str, tensor: torch.Tensor | None, device: torch.device, l
 
 
 def check_gate(A_log, dt_bias, lower_bound, HV: int, K: int, device: torch.device) -> None:
-    """Refuse gate parameters that are of no form of the gate (spec: softplus, or bounded by lower_bound < 0)."""
+    """Refuse gate parameters that are of no form of the gate (docs/kda.md: softplus, or bounded by lower_bound < 0)."""
     if lower_bound is None and A_log is None:
         refuse("A_log", "None", f"a tensor [{HV}] for the softplus gate", "Or pass lower_bound for the bounded gate.")
     if lower_bound is not None and not lower_bound < 0:

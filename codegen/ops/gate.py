@@ -82,7 +82,7 @@ def _wants_gradient(g, A_log, dt_bias, beta) -> bool:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The op with its gradients (spec of the gate): the forward launches the kernel, the backward is plain torch, fp32."""
+    """The op with its gradients (docs/kda.md): the forward launches the kernel, the backward is plain torch, fp32."""
 
     @staticmethod
     def forward(ctx, g, A_log, dt_bias, beta, lower_bound, allow_neg_eigval, checked):
