@@ -349,7 +349,8 @@ def test_refusals_name_the_field():
 
 def test_constructor_refusals():
     for options, words in (({"cache_mode": "some"}, "cache_mode"), ({"cache_mode": "align"}, "block_size"),
-                           ({"num_spec": -1}, "num_spec")):
+                           ({"num_spec": -1}, "num_spec"), ({"chunk_size": 48}, "chunk_size"),
+                           ({"conv_blocks": ()}, "conv_blocks")):
         with pytest.raises(ArgumentError, match=words):
             KDAMetadataBuilder("cpu", **options)
     with pytest.raises(TypeError):

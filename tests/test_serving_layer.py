@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from serving_driver import BOUNDED, PAD, SOFTPLUS, Driver, Row, spec
@@ -10,6 +12,7 @@ from kdagen.errors import ArgumentError, ArgumentTypeError
 from kdagen.serving import (
     Batch,
     Checkpoint,
+    DecodeGraphs,
     GraphStaging,
     KDAConfig,
     KDALayer,
@@ -237,6 +240,20 @@ def test_sizes_of_the_models():
         assert starts[1:] == ends[:-1], "no gaps before the last part at head_dim 128"
         assert config.packed % 64 == 0 and config.packed >= ends[-1]
     assert k3.shard(8).parts["z"] == slice(3 * 1536, 4 * 1536) and linear.parts["z"].stop - linear.parts["z"].start == 128
+
+
+@pytest.mark.parametrize("changes", [{"heads": 0}, {"hidden": 64.0}, {"gate_rank": None}, {"output_gate_rank": 0},
+                                     {"conv_width": 5}, {"lower_bound": 1.0}, {"lower_bound": -6.0}])
+def test_a_config_that_no_layer_has_is_refused(changes):
+    with pytest.raises(ArgumentError, match=f"{next(iter(changes))}: got"):
+        dataclasses.replace(BOUNDED, **changes)
+
+
+def test_graphs_need_sizes():
+    layer = KDALayer(BOUNDED, random_weights(BOUNDED, dtype=torch.float32))
+    builder = KDAMetadataBuilder("cpu", staging=GraphStaging("cpu", 4))
+    with pytest.raises(ArgumentError, match="sizes: got"):
+        DecodeGraphs(layer, layer.new_cache(4), builder, [])
 
 
 def test_refusals():

@@ -15,6 +15,7 @@ from kdagen.serving import checkpoints, checks
 from kdagen.serving.batch import Batch, KDAMetadata, host_array, pack
 from kdagen.serving.classify import Classes, classify
 from kdagen.serving.staging import GraphStaging
+from kdagen.spec import CHUNKS
 
 CACHE_MODES = ("none", "all", "align")
 CONV_BLOCK = 32  # tokens a program of kdagen.causal_conv1d takes; vLLM's kernels take 8
@@ -38,6 +39,10 @@ class KDAMetadataBuilder:
             refuse("cache_mode", repr(cache_mode), " or ".join(map(repr, CACHE_MODES)))
         if cache_mode == "align" and (block_size is None or block_size < 1):
             refuse("block_size", block_size, 'tokens of a cache block, a positive int, with cache_mode="align"')
+        if chunk_size not in CHUNKS:
+            refuse("chunk_size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}")
+        if not conv_blocks:
+            refuse("conv_blocks", conv_blocks, f"at least one block size, such as ({CONV_BLOCK},)")
         if not isinstance(num_spec, int) or num_spec < 0:
             refuse("num_spec", num_spec, "the number of draft tokens a row may have, 0 or more")
         if staging is not None and (staging.columns != num_spec + 1 or staging.device != torch.device(device)):

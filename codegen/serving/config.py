@@ -28,6 +28,16 @@ class KDAConfig:
     norm_eps: float = 1e-5
     allow_neg_eigval: bool = False
 
+    def __post_init__(self):
+        for name in ("hidden", "heads", "head_dim", "gate_rank", "output_gate_rank"):
+            value = getattr(self, name)
+            if (value is not None or name != "output_gate_rank") and (not isinstance(value, int) or value < 1):
+                refuse(name, repr(value), "an int of at least 1")
+        if self.conv_width not in (2, 3, 4):
+            refuse("conv_width", self.conv_width, "2, 3 or 4")
+        if self.lower_bound is not None and not -5 <= self.lower_bound < 0:
+            refuse("lower_bound", self.lower_bound, "a number in [-5, 0), or None for the softplus gate")
+
     @classmethod
     def kimi_linear(cls) -> KDAConfig:
         """Kimi-Linear-48B-A3B, one layer."""

@@ -25,6 +25,8 @@ class DecodeGraphs:
     def __init__(self, layer: KDALayer, cache: KDACache, builder: KDAMetadataBuilder, sizes: Sequence[int]):
         if builder.staging is None:
             refuse("builder", "one without staging", "KDAMetadataBuilder(..., staging=GraphStaging(...))")
+        if not sizes or min(sizes) < 1:
+            refuse("sizes", list(sizes), "numbers of requests to capture, each at least 1, such as [1, 2, 4, 8]")
         self.layer, self.cache, self.builder = layer, cache, builder
         self.sizes = sorted(sizes)
         self.columns = builder.columns

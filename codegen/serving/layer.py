@@ -196,8 +196,6 @@ def random_weights(config: KDAConfig, *, dtype: torch.dtype = torch.bfloat16, de
             tensor = torch.empty(shape).uniform_(-6, -2, generator=generator)
         elif name == "norm":
             tensor = 1 + normal(shape, 0.1)
-        elif name == "conv":
-            tensor = normal(shape, shape[1] ** -0.5)
         else:
             tensor = normal(shape, shape[1] ** -0.5)
         weights[name] = tensor.to(device, torch.float32 if name in FP32 else dtype)
