@@ -11,6 +11,7 @@ from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError
 from kdagen.ops import gate as module
 from kdagen.ops.gate import kda_gate
+from kdagen.ops.metadata import step_tables
 from kdagen.spec import Problem, Schedule, Spec
 
 # fp32 arithmetic: exp2 and division are good to 2e-7, a sum of 128 decays adds about as much
@@ -218,3 +219,19 @@ def test_every_default_is_supported_and_announced():
     plain = Spec.make("gate", k=128, dtype="bf16")
     assert "a thread" in family.supports(plain, Schedule.make(bt=64, bk=128, warps=1), None)
     assert "1..1024" in family.supports(Spec.make("gate", k=2048, dtype="bf16"), Schedule.make(bt=4, bk=64), None)
+
+
+def test_rows_of_a_bounded_table_that_are_not_used(rng):
+    """Rows of -1 write nothing: neither before ``out`` nor in it, whatever lies in front of the boundaries."""
+    T, H, K = 100, 2, 64
+    g, A_log = torch.randn(1, T, H, K, generator=rng), torch.zeros(H)
+    store = torch.tensor([40, 0, 30, T], dtype=torch.int32)
+    edges = store[1:]
+    table = step_tables(edges, tokens=4 * T).chunk_indices
+    assert (table < 0).any()
+    around = torch.full((1, 3 * T, H, K), 7.0)
+    options = dict(chunk_size=64, cu_seqlens=edges)
+    kda_gate(g, A_log, chunk_indices=table, out=around[:, T:2 * T], **options)
+    exact = step_tables(edges, edges).chunk_indices
+    assert torch.equal(around[:, T:2 * T], kda_gate(g, A_log, chunk_indices=exact, **options))
+    assert (around[:, :T] == 7).all() and (around[:, 2 * T:] == 7).all()

@@ -51,8 +51,8 @@ def kda_gate(
     Without ``chunk_size`` the decay is in natural log units. With it (16, 32, 64 or 128) the result is the inclusive
     cumulative sum over the tokens of a chunk, in log2 units; chunks begin at the start of each sequence: each batch row,
     or, with B = 1, the sequences of ``cu_seqlens`` [N+1], whose chunks ``chunk_indices`` [NT, 2] lists as
-    prepare_chunk_metadata_device does (same integer dtype or not). On a GPU the values of both are not checked, as that
-    would wait for the device: tokens of no listed chunk are not written, boundaries are clamped to 0..T.
+    prepare_chunk_metadata_device does (same integer dtype or not; rows of -1 are passed over). On a GPU the values are not
+    checked, as that would wait for the device: tokens of no listed chunk are not written, boundaries are clamped to 0..T.
 
     ``out``: a buffer [B, T, HV, K] fp32 for the decay, K with stride 1. ``checked=False`` skips the checks of a call
     whose shapes, strides and dtypes are new; known ones are never checked again on a GPU.
