@@ -27,13 +27,13 @@ install_cpu_torch() {
     local index=() plan
     [ -n "${KDAGEN_TORCH_INDEX:-}" ] && index=(--index-url "$KDAGEN_TORCH_INDEX")
     plan="$("$VENV/bin/python" -m pip install --dry-run --quiet --disable-pip-version-check --report - \
-        "torch==$TORCH_VERSION" "${index[@]}" 2> "$VENV/pip.log")" \
+        "torch==$TORCH_VERSION" ${index[@]+"${index[@]}"} 2> "$VENV/pip.log")" \
         || { tail -n 20 "$VENV/pip.log" >&2; fail "pip found no torch $TORCH_VERSION"; }
     if grep -q '"name": "\(nvidia-\|cuda-\)' <<< "$plan"; then
         fail "this machine has no GPU and its package index offers only a CUDA build of torch (gigabytes).
         Set KDAGEN_TORCH_INDEX to an index with CPU builds (pytorch.org, Get Started, names it), then run this again."
     fi
-    install "torch==$TORCH_VERSION" "${index[@]}"
+    install "torch==$TORCH_VERSION" ${index[@]+"${index[@]}"}
 }
 
 prepare() {
@@ -49,13 +49,13 @@ prepare() {
     if [ "$(cat "$VENV/installed$extras" 2>/dev/null)" != "$stamp" ]; then
         step "packages"
         if has_gpu; then
-            "$VENV/bin/python" -c 'import torch, triton' 2>/dev/null || install torch triton "numpy<2.4"
+            "$VENV/bin/python" -c 'import torch, triton' 2>/dev/null || install torch "triton>=3.6,<3.10" "numpy<2.4"
         else
             "$VENV/bin/python" -c "import torch; assert torch.__version__.split('+')[0] == '$TORCH_VERSION'" 2>/dev/null \
                 || install_cpu_torch
             install "triton==$TRITON_VERSION" "numpy<2.4"
         fi
-        install "setuptools>=68" wheel
+        install "setuptools>=77" wheel
         install --no-build-isolation --editable "$ROOT$extras"
         echo "$stamp" > "$VENV/installed$extras"
     fi

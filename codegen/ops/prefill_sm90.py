@@ -74,7 +74,9 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
         if len(_LAYOUTS) >= MAX_LAYOUTS:
             _LAYOUTS.clear()
         made = cut or plan(rows, call.longest, call.N, call.HV, segments=not call.batch_invariant)
-        layout = _LAYOUTS[key] = Layout(call, made, tiles, matrices(call.kernels.prepare_module, call.q))
+        layout = Layout(call, made, tiles, matrices(call.kernels.prepare_module, call.q))
+        if not torch.cuda.is_current_stream_capturing():  # else its constants may be this graph's own
+            _LAYOUTS[key] = layout
     now.memory = torch.empty(layout.bytes, dtype=torch.uint8, device=call.q.device)
     now.base = now.memory.data_ptr()
     if layout.cut.form == "windows":
