@@ -16,6 +16,7 @@ from kdagen import devices, families
 from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError
 from kdagen.families.prefill_prepare import LOG2_TERMS
+from kdagen.ops.metadata import step_tables
 from kdagen.ops.prefill import chunk_kda
 from kdagen.spec import Schedule, Spec
 
@@ -30,6 +31,12 @@ def call(rng):
 
     run.tensors = tensors
     return run
+
+
+def packed(edges, chunk_size):
+    """One sequence of 20 tokens, with the tables of other boundaries."""
+    tables = step_tables(torch.tensor(edges), torch.tensor(edges), chunk_size=chunk_size, rows=True)
+    return {"cu_seqlens": torch.tensor([0, 20]), "tables": tables}
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [
@@ -53,6 +60,8 @@ def call(rng):
     (lambda t: {"checkpoint_offsets": torch.zeros(1, dtype=torch.int32)}, ArgumentError,
      ["checkpoint_offsets", "checkpoint_slots"]),
     (lambda t: {"cu_seqlens_cpu": torch.tensor([0, 20])}, ArgumentError, ["cu_seqlens_cpu", "cu_seqlens"]),
+    (lambda t: packed([0, 20], chunk_size=32), ArgumentError, ["tables", "chunks of 32", "chunks of 16"]),
+    (lambda t: packed([0, 10, 20], chunk_size=16), ArgumentError, ["tables", "2 sequences", "1 sequences"]),
 ])
 def test_refusals_name_argument_and_expectation(call, changes, kind, words):
     with pytest.raises(kind) as error:

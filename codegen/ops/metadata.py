@@ -26,6 +26,7 @@ class StepTables(NamedTuple):
     chunk_rows: torch.Tensor | None   # [NT, 4] int32: (first token, valid tokens, sequence, chunk in it)
     counts: torch.Tensor | None       # [1 + schedules] int32, bounded mode: the true row counts, chunks first
     schedules: dict[int, dict]        # block size -> {"tot", "batch_ptr", "token_chunk_offset_ptr"}
+    chunk_size: int                   # of the chunk table, in tokens
 
 
 def prepare_chunk_metadata_device(
@@ -104,7 +105,7 @@ def step_tables(
     for block in blocks:
         schedules[block] = {"tot": flat[at].shape[0], "batch_ptr": flat[at], "token_chunk_offset_ptr": flat[at + 1]}
         at += 2
-    return StepTables(flat[0], flat[1], chunk_rows, counts, schedules)
+    return StepTables(flat[0], flat[1], chunk_rows, counts, schedules, chunk_size)
 
 
 # ---- checks

@@ -140,6 +140,10 @@ def chunk_kda(
         if tables is not None:
             if tables.chunk_rows is None:
                 refuse("tables", "StepTables without chunk_rows", "step_tables(..., rows=True)")
+            if tables.chunk_size != chunk_size or tables.chunk_offsets.shape[0] != cu_seqlens.shape[0]:
+                refuse("tables", f"those of {tables.chunk_offsets.shape[0] - 1} sequences in chunks of {tables.chunk_size}",
+                       f"those of this call's {cu_seqlens.shape[0] - 1} sequences in chunks of {chunk_size}",
+                       "Call step_tables(cu_seqlens, ..., chunk_size=chunk_size, rows=True).")
             chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
         if checked and cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
             _check_ends(cu_seqlens_cpu, q.shape[1])
