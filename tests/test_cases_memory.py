@@ -43,7 +43,7 @@ def in_the_middle(x: torch.Tensor, poison: float, extra: int = 5) -> torch.Tenso
 # --- head dims ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K, V", [(48, 20), (60, 6), (100, 12), (6, 60)])
+@pytest.mark.parametrize("K, V", [(48, 6), (60, 12), (100, 20)])
 @pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda", "kda_gate", "kda_decode_step"])
 def test_poison_around_head_dims_of_no_power_of_two(op, K, V, rng):
     """Two kinds of poison, the same bits: nothing outside of the tensors enters, and the outputs are right."""

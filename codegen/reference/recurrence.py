@@ -108,7 +108,8 @@ def recurrent_kda_pool(
     Row s of the batch is one of B rows, or sequence s of cu_seqlens [S+1].
     state_indices [S]: the row starts from that slot and leaves its last state there.
     state_indices [S, 1+k]: it starts from column num_accepted_tokens - 1 (clamped to 0..k; 0 without
-    num_accepted_tokens) and token t leaves its state in column t (or the last one); the running state itself is never rounded.
+    num_accepted_tokens) and token t leaves its state in column t, or the last one there is; the running state itself is
+    never rounded.
     has_initial_state [S] bool: False starts from zeros without reading the slot.
     A slot outside the pool or equal to pad_slot is padding. A row that starts at a padding slot is neither read nor written
     and its output is zero on all its tokens; a padding column further on is only not written.
