@@ -9,7 +9,7 @@ import pytest
 
 from kdagen import devices, families, files, project
 from kdagen.compile import Job, compile_many, default_jobs, launch_options
-from kdagen.spec import Problem, Variant
+from kdagen.spec import Problem, Variant, parse
 
 ALL = project.committed_set()
 WORKERS = int(os.environ.get("KDAGEN_COMPILE_WORKERS", "1"))
@@ -36,6 +36,8 @@ def test_generated_variants_compile_and_fit(family, target):
     for report in reports:
         assert report.fits(), f"{report.variant} needs {report.shared} B of shared memory on {target}"
         assert report.registers > 0 and report.shared >= 0
+        cap = parse(report.variant).schedule.block.get("regs")
+        assert not cap or report.registers <= cap, f"{report.variant}: not compiled with the options of its launch"
         if target == "sm90" and report.variant in chosen:
             assert report.stack == 0, f"{report.variant} {report.kernel} spills: {report.stack} B of stack"
 

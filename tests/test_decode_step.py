@@ -73,7 +73,9 @@ def agree(mine, theirs, tolerance=FP32):
 ], ids=str)
 def test_heads_and_head_dims(rng, sizes, lower_bound, v_first):
     tensors, options = case(rng, N=2, v_first=v_first, **sizes)
-    agree(*both(tensors, options | dict(lower_bound=lower_bound)))
+    # of one channel, the norm takes any output to about 1: what a difference of two numbers lost is seen in full
+    tolerance = 1e-4 if sizes.get("V") == 1 else FP32
+    agree(*both(tensors, options | dict(lower_bound=lower_bound)), tolerance)
 
 
 @pytest.mark.parametrize("W", [2, 3, 4])

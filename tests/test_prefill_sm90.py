@@ -87,13 +87,13 @@ class Recorder:
         self.names, self.seen = list(inspect.signature(kernel.fn).parameters), seen
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, num_stages, maxnreg=None):
+        def launch(*args, num_warps, num_stages):
             assert len(args) == len(self.names), f"{len(args)} arguments for {self.names}"
             self.seen.append((grid[0], [part for arg in args for part in self.expanded(arg)]))
             boxes = {n: f"tensordesc<bf16[64, {a.block_shape[-1]}]>" if hasattr(a, "block_shape") else "i32"
                      for n, a in zip(self.names, args)}
             return SimpleNamespace(
-                src=SimpleNamespace(signature=boxes), 
+                src=SimpleNamespace(signature=boxes),
                 metadata=SimpleNamespace(tensordesc_meta=[None] * 16, num_stages=num_stages),
                 raw=lambda *a: self.seen.append((a[0], list(a[4:]))))
 
@@ -106,8 +106,8 @@ class Recorder:
         return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg]
 
 
-@pytest.fixture(params=["tma", "split"])
-def recorded(request, monkeypatch):
+@pytest.fixture
+def recorded(monkeypatch):
     """The sm90 modules with recorders for kernels; streams, maps and the driver's launcher replaced by nothing."""
     from triton.backends.nvidia import driver
 
@@ -123,6 +123,7 @@ def recorded(request, monkeypatch):
 
     monkeypatch.setattr(prefill_sm90.Layout, "_compile", compile_only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(prefill_sm90, "_KERNELS", {})
     monkeypatch.setattr(prefill_sm90, "_LAYOUTS", {})
@@ -135,11 +136,11 @@ def recorded(request, monkeypatch):
                 monkeypatch.setattr(found, name, Recorder(getattr(kernel, "jit", kernel), seen))
         return found
 
-    segments = module("prefill_segments", Schedule.make(form=request.param, bm=64, warps=4, stages=3))
+    segments = module("prefill_segments", Schedule.make(form="tma", bm=64, warps=4, stages=3))
     choice = segments, {"num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(prefill_sm90.Layout, "_segments_choice", lambda self: choice)
     prepare = module("prefill_prepare", Schedule.make(form="gluon", warps=4, stages=1))
-    state = module("prefill_state", Schedule.make(form=request.param, bv=64, warps=4, stages=3))
+    state = module("prefill_state", Schedule.make(form="tma", bv=64, warps=4, stages=3))
     kernels = prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
         prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
         state=state.launch, state_options={"num_warps": 4, "num_stages": 3}, row_bytes=74240)

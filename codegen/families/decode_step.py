@@ -28,9 +28,8 @@ class DecodeStep(Family):
     stages = (1,)
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
-        weighted_sum = " + ".join(f"b_x{w}.to(tl.float32) * b_w{w}.to(tl.float32)" for w in range(spec.width))
         NV = -(-spec.v // schedule.block["bv"])
-        return layout_context(spec) | {"W": spec.width, "NV": NV, "weighted_sum": weighted_sum}
+        return layout_context(spec) | {"W": spec.width, "NV": NV}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if set(schedule.block) != {"bv", "regs"}:
@@ -71,12 +70,13 @@ class DecodeStep(Family):
             ("slots", "pad_slot", *STRIDES), "i32") | {"scale": "fp32", "eps": "fp32"}
         divisible = tuple(stride for stride in STRIDES if stride not in UNALIGNED)
         heads = {"H": 4, "HV": 4, "BETA_SCALE": 1.0, "conv_bias": None, "has_initial": None}
+        options = {"maxnreg": schedule.block["regs"]} if schedule.block["regs"] else {}
         plain = Kernel(
             "decode_step_kernel", runtime | {"pool": "*fp32", "lower_bound": "fp32"},
-            heads | {"num_accepted": None, "LINE": spec.width - 1, "COLUMNS": 0}, divisible)
+            heads | {"num_accepted": None, "LINE": spec.width - 1, "COLUMNS": 0}, divisible, options)
         after_drafts = Kernel(
             "decode_step_kernel", runtime | {"pool": "*bf16", "num_accepted": "*i32"},
-            heads | {"lower_bound": None, "LINE": spec.width + 2, "COLUMNS": 4}, divisible)
+            heads | {"lower_bound": None, "LINE": spec.width + 2, "COLUMNS": 4}, divisible, options)
         return plain, after_drafts
 
     def committed(self) -> Iterable[Spec]:

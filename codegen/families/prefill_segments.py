@@ -1,8 +1,7 @@
 """Prefill of few long heads: the map of each segment, and the states between segments. Template: prefill_segments.py.j2.
 
 The state after a segment is h P + OFF in the state h before it. ``map_kernel`` finds P and OFF of all inner segments side by
-side, ``combine_kernel`` chains them; then prefill_state walks all segments at once.
-Forms ``tma`` and ``split`` (sm90): as prefill_state's.
+side, ``combine_kernel`` chains them; then prefill_state walks all segments at once. Form ``tma`` (sm90): as prefill_state's.
 Schedule: ``bm`` rows of OFF (V of them) or of P (K) in a program of the map.
 """
 
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
 from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
-from kdagen.families.prefill_state import refuse_rows, tile_type
+from kdagen.families.prefill_state import refuse_rows
 from kdagen.spec import Problem, Schedule, Spec, Target
 
 
@@ -24,7 +23,7 @@ def stage_bytes(spec: Spec, bm: int) -> int:
 class Segments(Family):
     name = "prefill_segments"
     title = "prefill in segments: their maps, and the states between them"
-    forms = ("", "tma", "split")
+    forms = ("", "tma")
     space = {"bm": (16, 32, 64, 128)}
     warps = (4, 8)
     stages = (1, 2, 3, 4)
@@ -75,7 +74,7 @@ class Segments(Family):
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         if schedule.form:
-            return self._hopper_kernels(spec, schedule)
+            return self._tma_kernels(spec, schedule)
         single = {"p_lo": None} if spec.dtype == "fp32" else {}
         shared = {"chunk_offsets": "*i64", "off": "*fp32"} | pointers(spec.dtype, "p_hi", "p_lo")
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
@@ -87,16 +86,14 @@ class Segments(Family):
                 Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single))
 
     @staticmethod
-    def _hopper_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        tile = lambda width: tile_type(spec.chunk, width, gluon=schedule.form == "split")
+    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
         shared = {"off": "*fp32", "p_hi": "*bf16", "p_lo": "*bf16", "chunk_offsets": "*i64"}
         shared |= dict.fromkeys(("seg_chunks", "nseg", "N", "HV"), "i32")
         of_map = {"kg": tile(spec.k), "w": tile(spec.k), "u": tile(schedule.block["bm"]), "dec": "*fp32"} | shared
         of_map |= dict.fromkeys(("slot_base", "seg_begin"), "i32")
         of_combine = {name: kind for name, kind in shared.items() if name != "N"} | {"hs": "*fp32"}
-        options = {"maxnreg": 128} if schedule.form == "split" else {}  # of 8 warps, which share registers unequally
-        return (Kernel("map_kernel", of_map, {"STAGES": schedule.stages}, (), options),
-                Kernel("combine_kernel", of_combine, {"STAGES": 2}))
+        return Kernel("map_kernel", of_map, {"STAGES": schedule.stages}), Kernel("combine_kernel", of_combine, {"STAGES": 2})
 
     def committed(self) -> Iterable[Spec]:
         yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")

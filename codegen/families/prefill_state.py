@@ -2,8 +2,7 @@
 
 A program is ``bv`` rows of V of one (sequence, value head, segment), with its part of the state, transposed to [BV, K], in
 registers from the first chunk to the last. Everything that only drops a branch (slots, checkpoints, the state's layout,
-inner starts and ends) is a constexpr of one file. On sm90, form ``tma`` reads the intermediates through descriptors, and
-``split`` besides gives loads, states and outputs to warps of their own; both leave the same bits.
+inner starts and ends) is a constexpr of one file. Form ``tma`` (sm90) reads the intermediates through descriptors.
 """
 
 from __future__ import annotations
@@ -24,26 +23,17 @@ def stage_bytes(spec: Spec, bv: int) -> int:
     return spec.chunk * (3 * padded(spec.k) + bv + spec.chunk) * size
 
 
-def tile_type(rows: int, columns: int, *, gluon: bool) -> str:
-    """The type of a bf16 host descriptor in a signature; Gluon's names the shared layout too."""
-    layout = ("NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, "
-              "cga_layout=[])")
-    return f"tensordesc<bf16[{rows}, {columns}]{',' + layout if gluon else ''}>"
-
-
 def refuse_rows(schedule: Schedule, rows: int) -> str | None:
-    """The reason why an sm90 form cannot take so many rows of state (or of a map): 16 a warp, and one warpgroup in split."""
-    if schedule.form == "split" and (rows, schedule.warps or 4) != (64, 4):
-        return f"the split form has 64 rows of state in 4 warps, not {rows} in {schedule.warps}"
+    """The reason why the tma form cannot take so many rows of state (or of a map): it has 16 a warp."""
     if schedule.warps and rows != 16 * schedule.warps:
-        return f"the {schedule.form} form has 16 rows of state a warp, not {rows} in {schedule.warps} warps"
+        return f"the tma form has 16 rows of state a warp, not {rows} in {schedule.warps} warps"
     return None
 
 
 class State(Family):
     name = "prefill_state"
     title = "serial half of prefill: the state over the chunks, and the outputs"
-    forms = ("", "tma", "split")
+    forms = ("", "tma")
     space = {"bv": (16, 32, 64, 128)}
     warps = (4, 8)
     stages = (1, 2, 3, 4)
@@ -64,8 +54,6 @@ class State(Family):
             return f"a state tile of {bv} x {kp} fp32 needs more than 128 registers in each of {32 * schedule.warps} threads"
         if target is not None and schedule.stages > 1:
             need = schedule.stages * stage_bytes(spec, bv)
-            if schedule.form == "split":  # h and v' for the warps of the outputs, a tile to turn o, barriers
-                need += 4 * spec.chunk * spec.k + 128
             if need > target.smem:
                 return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
         return None
@@ -107,7 +95,7 @@ class State(Family):
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         if schedule.form:
-            return self._hopper_kernels(spec, schedule)
+            return self._tma_kernels(spec, schedule)
         intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
         sizes = dict.fromkeys(("row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "checkpoints",
                                "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
@@ -126,8 +114,8 @@ class State(Family):
         return plain, pool, inner
 
     @staticmethod
-    def _hopper_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        tile = lambda width: tile_type(spec.chunk, width, gluon=schedule.form == "split")
+    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
         signature = dict.fromkeys(("qg", "kg", "w"), tile(spec.k))
         signature |= {"u": tile(schedule.block["bv"]), "aqk": tile(spec.chunk)}
         signature |= {"dec": "*fp32", "o": "*bf16", "cu_seqlens": "*i32", "chunk_offsets": "*i64", "has_initial": "*i1"}
@@ -142,8 +130,7 @@ class State(Family):
         for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):
             kept = {name: kind for name, kind in signature.items() if name not in absent}
             constants = dict.fromkeys(absent) | {"V_FIRST": True, "STAGES": schedule.stages}
-            options = {"maxnreg": 168} if schedule.form == "split" else {}  # of 12 warps, which share registers unequally
-            found.append(Kernel("state_kernel", kept, constants, tuple(strides), options))
+            found.append(Kernel("state_kernel", kept, constants, tuple(strides)))
         return tuple(found)
 
     def committed(self) -> Iterable[Spec]:

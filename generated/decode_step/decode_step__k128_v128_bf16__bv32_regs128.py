@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_bf16__bv32_regs128
-# inputs:   5d57f8cdc88ee562983ee5d8d3e6f6b5068bb7bf5c1299eb882d6f5d21ae1bb7
+# inputs:   c409480e71c8a7b51a75e27e42604be23f2b2b9a906c9e345b3703e662c09e0a
 
 """The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
 
@@ -149,7 +149,10 @@ def decode_step_kernel(
         b_norm = tl.load(norm_weight + d_v, mask=m_v, other=0).to(tl.float32)
 
         # convolution and SiLU
-        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32) + b_x1.to(tl.float32) * b_w1.to(tl.float32) + b_x2.to(tl.float32) * b_w2.to(tl.float32) + b_x3.to(tl.float32) * b_w3.to(tl.float32)
+        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32)
+        b_c += b_x1.to(tl.float32) * b_w1.to(tl.float32)
+        b_c += b_x2.to(tl.float32) * b_w2.to(tl.float32)
+        b_c += b_x3.to(tl.float32) * b_w3.to(tl.float32)
         if conv_bias is not None:
             b_c += tl.load(conv_bias + d_c, mask=m_c, other=0).to(tl.float32)
         b_c = b_c * tl.sigmoid(b_c)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp16__bv32_regs0
-# inputs:   da8bac7716c4cb13df5ecba8e76bba954caa06abdff15dbe7605e53ab69a62de
+# inputs:   d73c4b2bacdd70d9eb7d4dec0a82731057ac998ee5587841bf9cd6c0fc1cf2da
 
 """The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
 
@@ -149,7 +149,10 @@ def decode_step_kernel(
         b_norm = tl.load(norm_weight + d_v, mask=m_v, other=0).to(tl.float32)
 
         # convolution and SiLU
-        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32) + b_x1.to(tl.float32) * b_w1.to(tl.float32) + b_x2.to(tl.float32) * b_w2.to(tl.float32) + b_x3.to(tl.float32) * b_w3.to(tl.float32)
+        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32)
+        b_c += b_x1.to(tl.float32) * b_w1.to(tl.float32)
+        b_c += b_x2.to(tl.float32) * b_w2.to(tl.float32)
+        b_c += b_x3.to(tl.float32) * b_w3.to(tl.float32)
         if conv_bias is not None:
             b_c += tl.load(conv_bias + d_c, mask=m_c, other=0).to(tl.float32)
         b_c = b_c * tl.sigmoid(b_c)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp16__bv32_regs128
-# inputs:   ebe10af483480ad70f1dec04088745907da485ea9ac9ac1f590aad27acd17dcb
+# inputs:   3b7b692bcea8165426f5d351d1def2182fc5ab1b2688dd5665374fa9d00ad02e
 
 """The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
 
@@ -149,7 +149,10 @@ def decode_step_kernel(
         b_norm = tl.load(norm_weight + d_v, mask=m_v, other=0).to(tl.float32)
 
         # convolution and SiLU
-        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32) + b_x1.to(tl.float32) * b_w1.to(tl.float32) + b_x2.to(tl.float32) * b_w2.to(tl.float32) + b_x3.to(tl.float32) * b_w3.to(tl.float32)
+        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32)
+        b_c += b_x1.to(tl.float32) * b_w1.to(tl.float32)
+        b_c += b_x2.to(tl.float32) * b_w2.to(tl.float32)
+        b_c += b_x3.to(tl.float32) * b_w3.to(tl.float32)
         if conv_bias is not None:
             b_c += tl.load(conv_bias + d_c, mask=m_c, other=0).to(tl.float32)
         b_c = b_c * tl.sigmoid(b_c)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp32__bv32_regs0
-# inputs:   4addff6f54f867cbbf70f26c2cfcb3574fed97a7dfe13ad2040484caa1c72bfd
+# inputs:   161a12a6b1d638b105f3fd2cac88273651717c58007135358b5b2ca1ea4127ce
 
 """The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
 
@@ -149,7 +149,10 @@ def decode_step_kernel(
         b_norm = tl.load(norm_weight + d_v, mask=m_v, other=0).to(tl.float32)
 
         # convolution and SiLU
-        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32) + b_x1.to(tl.float32) * b_w1.to(tl.float32) + b_x2.to(tl.float32) * b_w2.to(tl.float32) + b_x3.to(tl.float32) * b_w3.to(tl.float32)
+        b_c = b_x0.to(tl.float32) * b_w0.to(tl.float32)
+        b_c += b_x1.to(tl.float32) * b_w1.to(tl.float32)
+        b_c += b_x2.to(tl.float32) * b_w2.to(tl.float32)
+        b_c += b_x3.to(tl.float32) * b_w3.to(tl.float32)
         if conv_bias is not None:
             b_c += tl.load(conv_bias + d_c, mask=m_c, other=0).to(tl.float32)
         b_c = b_c * tl.sigmoid(b_c)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__bv64
-# inputs:   7e47d6837f2910f06a23625447df2e120f632ed518577d533a5cd066b9707507
+# inputs:   baef3b7bf519f671d6e8f4d4bda74852a8658486da57b7849b53926325d32c63
 
 """Prefill, second kernel: the state over the chunks of each sequence, and the outputs (KDA's chunk form).
 
@@ -159,8 +159,8 @@ def launch(
     qg .. dec as prefill_prepare wrote them, chunk row r at slot r - slot_base; o [.., HV, 128]; cu_seqlens, chunk_offsets [N+1].
     h_in, h_out, ckpt_pool [slots or N, HV, 128, 128] (v_first) or [.., 128, 128], fp32 or bf16, a head's state contiguous.
     read_slots, write_slots [N] int32 (None: sequence n has slot n); has_initial [N] bool (None: all); ckpt_offsets (tokens),
-    ckpt_slots [N, P] int32. A slot that is negative, pad_slot or past the pool is padding. mid_in, mid_out [.., HV, 128, 128] fp32: a program that starts (ends) inside its sequence reads
-    (writes) entry n * mid_stride + segment.
+    ckpt_slots [N, P] int32. A slot that is negative, pad_slot or past the pool is padding. mid_in, mid_out [.., HV, 128, 128]
+    fp32: a program that starts (ends) inside its sequence reads (writes) entry n * mid_stride + segment.
     """
     stride = lambda x, i: 0 if x is None else x.stride(i)
     pool = h_in if read_slots is not None else h_out if write_slots is not None else ckpt_pool
@@ -168,8 +168,9 @@ def launch(
         qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin, row_end, slot_base, seg_begin, seg_chunks,
         h_in, read_slots, has_initial, h_out, write_slots, mid_in, mid_out, mid_stride,
         ckpt_offsets, ckpt_slots, ckpt_pool, 0 if ckpt_offsets is None else ckpt_offsets.shape[1],
-        pad_slot, 0 if pool is None else pool.shape[0], N, HV, o.stride(-3), o.stride(-2), stride(h_in, 0), stride(h_in, 1), stride(h_out, 0), stride(h_out, 1),
-        stride(ckpt_pool, 0), stride(ckpt_pool, 1), stride(read_slots, 0), stride(write_slots, 0),
+        pad_slot, 0 if pool is None else pool.shape[0], N, HV, o.stride(-3), o.stride(-2),
+        stride(h_in, 0), stride(h_in, 1), stride(h_out, 0), stride(h_out, 1), stride(ckpt_pool, 0), stride(ckpt_pool, 1),
+        stride(read_slots, 0), stride(write_slots, 0),
         stride(ckpt_offsets, 0), stride(ckpt_slots, 0),
         V_FIRST=v_first, STAGES=num_stages, num_warps=num_warps, num_stages=num_stages,
     )

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state_tma.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__tma_bv64
-# inputs:   43ac71e8f2b5f8a63ef5ac69ac4584491216b1e50cf738c7eb1d161795d0547e
+# inputs:   4f11d282c2962b1a03d053b7418934306d7d47831dc1941e98e6074014f2a447
 
 """Prefill, the state pass, for sm90: walks the chunks of one head of one sequence, 64 value channels a program.
 
@@ -123,19 +123,22 @@ def state_kernel(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin
             b_h = walk(b_h, qg, kg, w, u, aqk, dec, o, lo, hi, c_0, bos, eos, slot_base, i_h, i_v, HV,
                        stride_o_t, stride_o_h, STAGES)
         else:
+            # Stop at each wanted interior state: after token ckpt_offsets[n, p], into the slot beside it. What outlives a walk
+            # takes registers from it: so tokens count from the sequence's first one, and the slot is read after the walk.
+            o_n = o + bos * stride_o_t
+            T = (eos - bos).to(tl.int32)
             here = lo
-            # Stop at each wanted interior state: after token ckpt_offsets[n, p], into the slot beside it.
             for i_p in range(0, CKPTS + 1):
-                at = tl.load(ckpt_offsets + i_n * stride_at + i_p, mask=i_p < CKPTS, other=-1).to(tl.int32)
-                slot = tl.load(ckpt_slots + i_n * stride_ckpt_slots + i_p, mask=i_p < CKPTS, other=-1).to(tl.int32)
+                at = tl.load(ckpt_offsets + (i_n * stride_at + i_p), mask=i_p < CKPTS, other=-1).to(tl.int32)
                 wanted = tl.where(i_p < CKPTS, c_0 + at // 64, hi)
                 stop = tl.maximum(here, tl.minimum(wanted, hi))
-                b_h = walk(b_h, qg, kg, w, u, aqk, dec, o, here, stop, c_0, bos, eos, slot_base, i_h, i_v, HV,
-                       stride_o_t, stride_o_h, STAGES)
+                b_h = walk(b_h, qg, kg, w, u, aqk, dec, o_n, here, stop, c_0, 0, T, slot_base, i_h, i_v, HV,
+                           tl.cast(stride_o_t, tl.int64), stride_o_h, STAGES)
                 here = stop
-                reached = (wanted > lo) & (wanted == stop) & (at % 64 == 0) & (bos + at <= eos)
+                reached = (wanted > lo) & (wanted == stop) & (at % 64 == 0) & (at <= T)
+                slot = tl.load(ckpt_slots + (i_n * stride_ckpt_slots + i_p), mask=i_p < CKPTS, other=-1).to(tl.int32)
                 if reached & (not is_padding(slot, pad_slot, pool_slots)):
-                    p_ckpt = ckpt_pool + slot.to(tl.int64) * stride_ckpt + i_h * stride_ckpt_h + tile
+                    p_ckpt = ckpt_pool + (slot.to(tl.int64) * stride_ckpt + i_h * stride_ckpt_h) + tile
                     tl.store(p_ckpt, b_h.to(ckpt_pool.dtype.element_ty))
 
         # The outgoing state: the sequence's last, or one for a later launch.

@@ -26,8 +26,8 @@ def module(family, **blocks):
     return loader.load(Variant(Spec.make(family, **SIZES), Schedule.make(warps=0, stages=0, **blocks)))
 
 
-def kernels(bv=64, form="tma"):
-    prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form=form, bv=bv)
+def kernels(bv=64):
+    prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form="tma", bv=bv)
     return prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
         prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
         state=state.launch, state_options={"num_warps": 4 if bv == 64 else 8, "num_stages": 3},
@@ -50,7 +50,7 @@ def inputs(rng, T, H, HV=None, kind="random"):
     return [*tokens, (torch.rand(HV, generator=rng) * 2 - 1).cuda(), (make(HV, 128) * 0.1).cuda()]
 
 
-def make_call(x, lengths, bv=64, form="tma", **changes):
+def make_call(x, lengths, bv=64, **changes):
     q, k, v, g, beta, A_log, dt_bias = x
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     tables = step_tables(edges.cuda(), edges, chunk_size=64, rows=True)
@@ -62,7 +62,7 @@ def make_call(x, lengths, bv=64, form="tma", **changes):
         h_in=None, read_slots=None, has_initial=None, h_out=torch.full((N, HV, 128, 128), NAN, device="cuda"),
         write_slots=None,
         ckpt_offsets=None, ckpt_slots=None, ckpt_pool=None, pad_slot=-1, N=N, H=q.shape[2], HV=HV, v_first=True,
-        batch_invariant=False, max_workspace=8 << 30, kernels=kernels(bv, form))
+        batch_invariant=False, max_workspace=8 << 30, kernels=kernels(bv))
     return call._replace(**changes)
 
 
@@ -104,8 +104,6 @@ def test_against_fp64(rng, kind):
     assert torch.equal(first[0], wide[0]) and torch.equal(first[1], wide[1]), "the V tile changed the bits"
     again = run(make_call(x, RAGGED, h_in=h0), SERIAL)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-    split = run(make_call(x, RAGGED, form="split", h_in=h0), SERIAL)
-    assert torch.equal(first[0], split[0]) and torch.equal(first[1], split[1]), "the split form changed the bits"
     check(*run(make_call(x, RAGGED, h_in=h0), prefill_sm90.Plan("segments", (), 3, 2)), want, kind)
 
 
@@ -131,15 +129,6 @@ def test_issue_limits_on_random_inputs(rng):
     assert error(out, want[0]) < 6e-3 and error(state, want[1]) < 2e-3
 
 
-def test_split_maps(rng, monkeypatch):
-    x = inputs(rng, 500, 2)
-    maps = module("prefill_segments", form="split", bm=64), {"num_warps": 4, "num_stages": 2}
-    monkeypatch.setattr(prefill_sm90.Layout, "_segments_choice", lambda self: maps)
-    monkeypatch.setattr(prefill_sm90, "_KERNELS", {})
-    cut = prefill_sm90.Plan("segments", (), 4, 2)
-    check(*run(make_call(x, [500], form="split"), cut), oracle(x, [500]))
-
-
 def test_flags_off(rng):
     x = inputs(rng, 200, 2)
     x[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
@@ -163,9 +152,8 @@ def test_slices_of_a_fused_projection(rng):
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
-@pytest.mark.parametrize("form", ["tma", "split"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pools_padding_and_neighbours_of_nan(rng, dtype, form):
+def test_pools_padding_and_neighbours_of_nan(rng, dtype):
     lengths = [70, 5, 130, 0, 64]
     x = inputs(rng, sum(lengths), 2)
     for t in x[:5]:
@@ -177,7 +165,7 @@ def test_pools_padding_and_neighbours_of_nan(rng, dtype, form):
     h0 = before[[1, 3, 5, 7, 0]].float()
     h0[[1, 4]] = 0
     want = oracle([t.nan_to_num(0) for t in x[:5]] + x[5:], lengths, h0, state_v_first=False)
-    call = make_call(x, lengths, form=form, h_in=pool, h_out=pool, read_slots=index(1, 3, 5, 7, -1),
+    call = make_call(x, lengths, h_in=pool, h_out=pool, read_slots=index(1, 3, 5, 7, -1),
                      write_slots=index(2, 4, 5, 7, -1), v_first=False,
                      has_initial=torch.tensor([True, False, True, True, True]).cuda())
     out, _ = run(call)
@@ -191,13 +179,12 @@ def test_pools_padding_and_neighbours_of_nan(rng, dtype, form):
 
 
 @pytest.mark.parametrize("cut", [SERIAL, prefill_sm90.Plan("segments", (), 2, 2)], ids=["serial", "segments"])
-@pytest.mark.parametrize("form", ["tma", "split"])
-def test_checkpoints(rng, cut, form):
+def test_checkpoints(rng, cut):
     x = inputs(rng, 264, 2)
     pool = torch.full((8, 2, 128, 128), 7.0, device="cuda")
     index = lambda *rows: torch.tensor(rows, dtype=torch.int32, device="cuda")
     offsets, slots = index([64, 192], [64, 128]), index([1, 2], [3, 4])
-    run(make_call(x, [200, 64], form=form, ckpt_offsets=offsets, ckpt_slots=slots, ckpt_pool=pool), cut)
+    run(make_call(x, [200, 64], ckpt_offsets=offsets, ckpt_slots=slots, ckpt_pool=pool), cut)
     for slot, first, last in ((1, 0, 64), (2, 0, 192), (3, 200, 264)):
         part = [t[:, first:last] for t in x[:5]] + x[5:]
         assert error(pool[slot], oracle(part, [last - first])[1][0]) < 4e-3
