@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__c64_k128_bf16__bk64_bt8
-# inputs:   9e78e296247b35362b2787115edfac84c7eeea688ab2df4b8008a2afc776d2f8
+# inputs:   d2dfecbc3fe6969cc196185b7429935cbd31764669d5762ca72c3fa9d9dab314
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> sums of its log decay over a chunk of 64 tokens, log2 units.
 
@@ -55,9 +55,11 @@ def gate_kernel(
         i_b = tl.zeros([], tl.int64)
         i_n = tl.load(chunk_indices + i_c.to(tl.int64) * 2).to(tl.int64)
         i_t = tl.load(chunk_indices + i_c.to(tl.int64) * 2 + 1).to(tl.int64)
-        bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int64)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1), bos), T).to(tl.int64)
+        live = i_n >= 0  # a row of -1 is the unused end of a bounded table: no tokens
+        bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n, mask=live, other=0), 0), T).to(tl.int64)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1, mask=live, other=0), bos), T).to(tl.int64)
         first = bos + i_t * TOKENS
+        end = tl.where(live, end, first)
     else:
         i_b = (i_c // tl.cdiv(T, TOKENS)).to(tl.int64)
         first = (i_c % tl.cdiv(T, TOKENS)).to(tl.int64) * TOKENS

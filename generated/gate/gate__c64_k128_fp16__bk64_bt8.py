@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__c64_k128_fp16__bk64_bt8
-# inputs:   4ffb6e7b77741f15726a0c74bba7e69e0283753c299b7d7dab245ed1243eecef
+# inputs:   eb21396b645ee49222f555cc46fd2b7dd104d980594d54a05cec99be39143afc
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> sums of its log decay over a chunk of 64 tokens, log2 units.
 
@@ -55,9 +55,11 @@ def gate_kernel(
         i_b = tl.zeros([], tl.int64)
         i_n = tl.load(chunk_indices + i_c.to(tl.int64) * 2).to(tl.int64)
         i_t = tl.load(chunk_indices + i_c.to(tl.int64) * 2 + 1).to(tl.int64)
-        bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int64)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1), bos), T).to(tl.int64)
+        live = i_n >= 0  # a row of -1 is the unused end of a bounded table: no tokens
+        bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n, mask=live, other=0), 0), T).to(tl.int64)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1, mask=live, other=0), bos), T).to(tl.int64)
         first = bos + i_t * TOKENS
+        end = tl.where(live, end, first)
     else:
         i_b = (i_c // tl.cdiv(T, TOKENS)).to(tl.int64)
         first = (i_c % tl.cdiv(T, TOKENS)).to(tl.int64) * TOKENS

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__k128_bf16__bk128_bt4
-# inputs:   16538f52deaa5758190933899cd038f678dcf4682133ee9252f6ed2355195e28
+# inputs:   278a0d5b544f69624eb71a76c28b4813d915a27007fe64d025a44f87a7e81531
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> log decay, natural log.
 

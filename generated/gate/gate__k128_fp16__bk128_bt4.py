@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__k128_fp16__bk128_bt4
-# inputs:   2cacb3476e36c82862065e5ec641861de959c05b1420ea88182559f3f8886d8c
+# inputs:   d63ec865fdcb528ed0965b24103d344a0abfbbbc3360e4233d8fe71c2494fcbc
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> log decay, natural log.
 

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__k128_fp32__bk128_bt4
-# inputs:   c2d674b6d5d89e8a75121017ca2ff53ca3faff3792e5fc6ad29377120a6b408d
+# inputs:   bf399d1aa5eb4d8fda55f323a711ecbd3af7bffecf8e5d0f1de04e8b0ae9f5bb
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> log decay, natural log.
 
