@@ -1,7 +1,7 @@
 """Decay, gate and inverse: any gate from 0 to -1000 a token, the forms of the gate apart, the inverse of nearly equal keys.
 
-In the interpreter (fp32, fp16). The tolerances are those of test_prefill.py: fp32 is exact but for sums of a few hundred
-products; fp16 rounds every operand to 2^-12.
+In the interpreter (fp32, fp16). fp32: 1e-6 is usual; a decay of e^-100, summed, has an exponent good to 100 * 6e-8.
+fp16 rounds every operand to 2^-12: 4e-3 is what the op promises, 6e-4 is usual, 2e-3 where keys of 4 channels add up without decay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kdagen.ops.decode_step import kda_decode_step
 from kdagen.ops.gate import kda_gate
 from kdagen.ops.prefill import chunk_kda
 
-FP32, FP16 = 5e-6, 2e-3
+FP32, FP16 = 2e-5, 4e-3
 NAN = float("nan")
 
 

@@ -1,6 +1,7 @@
 """State pools and speculative decode: padding, padded batches, stale slots, rejected drafts, empty sequences, half pools.
 
-In the interpreter and on the CPU path. fp32: 5e-6 as in test_prefill.py; what is copied or untouched is compared to the bit.
+In the interpreter and on the CPU path. fp32: 1e-6 is usual; a decay of e^-100, summed, has an exponent good to 100 * 6e-8.
+What is copied or untouched is compared to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kdagen.ops.decode import fused_recurrent_kda
 from kdagen.ops.decode_step import kda_decode_step
 from kdagen.ops.prefill import chunk_kda
 
-FP32 = 5e-6
+FP32 = 2e-5
 NAN = float("nan")
 H, HV, K, V = cases.H, cases.HV, cases.K, cases.V
 
@@ -264,7 +265,7 @@ def test_the_state_after_128_of_130_tokens(rng, path):
     for slot, tokens in ((2, 64), (1, 128), (0, 130)):
         part = {name: t if name == "initial_state" else t[:, :tokens] for name, t in x.items()}
         _, state = R.recurrent_kda(**part, **options, output_final_state=True)
-        assert relative(pool[slot], state[0]) < 2e-5  # fp32 sums of 130 tokens
+        assert relative(pool[slot], state[0]) < FP32
 
 
 # --- speculative decode ---------------------------------------------------------------------------------------------------
