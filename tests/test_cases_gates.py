@@ -1,7 +1,8 @@
 """Decay, gate and inverse: any gate from 0 to -1000 a token, the forms of the gate apart, the inverse of nearly equal keys.
 
 In the interpreter (fp32, fp16). fp32: 1e-6 is usual; a decay of e^-100, summed, has an exponent good to 100 * 6e-8.
-fp16 rounds every operand to 2^-12: 4e-3 is what the op promises, 6e-4 is usual, 2e-3 where keys of 4 channels add up without decay.
+fp16 rounds every operand to 2^-12: 4e-3 is what the op promises, 6e-4 is usual, 2e-3 where keys of 4 channels add
+up without decay.
 """
 
 from __future__ import annotations
