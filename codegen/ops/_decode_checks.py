@@ -40,6 +40,18 @@ def check_vector(name: str, tensor: torch.Tensor | None, device: torch.device, l
         refuse(name, f"stride {tensor.stride(0)}", "a contiguous vector", f"Pass {name}.contiguous().")
 
 
+def check_flags(A_log, dt_bias, lower_bound, raw_gate: bool, beta_sigmoid: bool, neg_eigval: bool) -> None:
+    """Refuse what a flag that is off would silently ignore: gate parameters, and the doubling of beta's sigmoid."""
+    if not raw_gate:
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if value is not None:
+                refuse(name, "a value", "None where g is the log decay itself",
+                       "Pass use_gate_in_kernel=True for a raw gate.")
+    if neg_eigval and not beta_sigmoid:
+        refuse("allow_neg_eigval", "True without use_beta_sigmoid_in_kernel", "both",
+               "Or pass beta already in (0, 2), with allow_neg_eigval=False.")
+
+
 def check_gate(A_log, dt_bias, lower_bound, HV: int, K: int, device: torch.device) -> None:
     """Refuse gate parameters that are of no form of the gate (docs/kda.md: softplus, or bounded by lower_bound < 0)."""
     if lower_bound is None and A_log is None:

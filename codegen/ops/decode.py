@@ -14,6 +14,7 @@ from kdagen.ops._again import Again, addresses, again, misaligned
 from kdagen.ops._common import DTYPE_NAMES, check_dtype, check_interpretable, on_device, register, runs_kernels
 from kdagen.ops._decode_checks import (
     check_boundaries,
+    check_flags,
     check_float,
     check_gate,
     check_index_table,
@@ -197,11 +198,9 @@ def _check(
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, B, T, q.device, values=values)
         N = cu_seqlens.shape[0] - 1
+    check_flags(A_log, dt_bias, lower_bound, raw_gate, beta_sigmoid, neg_eigval)
     if raw_gate:
         check_gate(A_log, dt_bias, lower_bound, HV, K, q.device)
-    if neg_eigval and not beta_sigmoid:
-        refuse("allow_neg_eigval", "True without use_beta_sigmoid_in_kernel", "both",
-               "A beta that is ready may lie in (0, 2) by itself.")
     check_float("out", out, q.device, B, T, HV, V)
     check_dtype("out", out, q.dtype)
     check_rows_contiguous("out", out)

@@ -23,6 +23,7 @@ from kdagen.ops._common import (
 from kdagen.ops._decode_checks import (
     INTEGERS,
     check_boundaries,
+    check_flags,
     check_gate,
     check_qkv,
     check_rows_contiguous,
@@ -115,6 +116,8 @@ def chunk_kda(
     for name, tensor in (("q", q), ("v", v)):
         if tensor.dim() != 4:
             check_shape(name, tensor, None, None, None, None)
+    if checked:
+        check_flags(A_log, dt_bias, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is None:
         out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final_state = None
@@ -247,11 +250,6 @@ def _check(
         if lower_bound is not None and lower_bound < LOWEST_BOUND:
             refuse("lower_bound", lower_bound, f"a number in [{LOWEST_BOUND}, 0)",
                    "For steeper gates pass the log decay itself, with use_gate_in_kernel=False.")
-    else:
-        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
-            if value is not None:
-                refuse(name, "a value", "None where g is the log decay itself",
-                       "Pass use_gate_in_kernel=True for a raw gate.")
     check_shape("out", out, B, T, HV, V)
     check_dtype("out", out, q.dtype)
     check_device("out", out, q.device)
