@@ -63,15 +63,15 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
 @click.option("--flag", "flags", multiple=True, help="a flag of the Spec, such as gate=softplus")
 @click.option("--json", "as_json", is_flag=True)
 def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flags, as_json):
-    """Say which schedule dispatch picks for WHAT (a family, or a prefix such as prefill), and why each other one lost.
+    """Say which schedule dispatch picks for WHAT, and why each other one lost.
+
+    WHAT is a family, a public op such as chunk_kda, or a prefix such as prefill.
 
     Needs no GPU: --device names one that may be elsewhere.
     """
     from kdagen import dispatch, families
 
-    names = [name for name in families.NAMES if name == what] or [n for n in families.NAMES if n.startswith(what)]
-    if not names:
-        families.get(what)
+    names = families.meant(what)
     target = devices.named(device) if device else devices.machine()
     if target is None:
         refuse("--device", "nothing, on a machine without a GPU", f"one of {', '.join(devices.table())}",

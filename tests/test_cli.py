@@ -105,6 +105,16 @@ def test_explain_needs_no_gpu(kdagen, family, device):
     assert any(row["why"].startswith("picked") for row in rows)
 
 
+def test_explain_knows_the_families_of_every_public_op(kdagen):
+    import kdagen as package
+    from kdagen import families as known
+
+    ops = {name for name, module in package._PUBLIC.items() if module.startswith("ops.")}
+    assert set(known.OPS) == ops and {name for names in known.OPS.values() for name in names} == set(known.NAMES)
+    rows = json.loads(kdagen("explain", "chunk_kda", "--device", "h200", "--json"))
+    assert {row["spec"].split("__")[0] for row in rows} == set(known.OPS["chunk_kda"])
+
+
 def test_doctor_reports(kdagen):
     rows = {row["what"]: row for row in json.loads(kdagen("doctor", "--json"))}
     assert rows["generated/"]["verdict"] == "ok" and rows["jinja2"]["verdict"] == "ok"

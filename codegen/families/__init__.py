@@ -23,6 +23,21 @@ NAMES: tuple[str, ...] = (
     "prefill_segments",
 )
 
+# The families that a public op launches.
+OPS: dict[str, tuple[str, ...]] = {
+    "step_tables": ("step_tables",),
+    "prepare_chunk_metadata_device": ("step_tables",),
+    "build_conv1d_chunk_schedule": ("step_tables",),
+    "stage_spec_decode_metadata": ("stage_spec",),
+    "causal_conv1d": ("conv_prefill",),
+    "causal_conv1d_update": ("conv_update",),
+    "kda_gate": ("gate",),
+    "gated_rmsnorm": ("rmsnorm",),
+    "fused_recurrent_kda": ("recurrent",),
+    "kda_decode_step": ("decode_step",),
+    "chunk_kda": ("prefill_prepare", "prefill_state", "prefill_segments"),
+}
+
 
 @cache
 def get(name: str) -> Family:
@@ -30,6 +45,12 @@ def get(name: str) -> Family:
     if name not in NAMES:
         refuse("family", repr(name), f"one of {', '.join(NAMES)}", "Run `kdagen list --families`.", kind=UnknownName)
     return import_module(f"kdagen.families.{name}").FAMILY
+
+
+def meant(name: str) -> tuple[str, ...]:
+    """The names of the families that a family's name, a public op's name or a prefix (``prefill``) stands for."""
+    found = OPS.get(name) or tuple(n for n in NAMES if n == name) or tuple(n for n in NAMES if n.startswith(name))
+    return found or (get(name).name,)
 
 
 def everyone() -> tuple[Family, ...]:
