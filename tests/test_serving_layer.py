@@ -268,3 +268,15 @@ def test_refusals():
         KDALayer(BOUNDED, weights | {"conv": weights["conv"].half()})
     with pytest.raises(ArgumentError, match="exactly"):
         KDALayer(BOUNDED, {name: tensor for name, tensor in weights.items() if name != "norm"})
+
+
+def test_a_change_of_dtype_leaves_the_fp32_weights_alone():
+    """Rounded to bf16, a decay of 0.9999 would be 1: conv weights, A_log, dt_bias and norm stay fp32, to the bit."""
+    config = KDAConfig(24, 4, 16, gate_rank=8, output_gate_rank=8)
+    weights = random_weights(config, dtype=torch.float32)
+    layer = KDALayer(config, {name: weight.clone() for name, weight in weights.items()})
+    assert layer.to(torch.bfloat16) is layer and layer.in_proj.dtype == torch.bfloat16
+    layer.float().bfloat16()
+    for name in ("conv", "A_log", "dt_bias", "norm"):
+        assert torch.equal(getattr(layer, name), weights[name]), name
+    assert layer._gate["A_log"] is layer.A_log, "the gate's options must follow the parameters"

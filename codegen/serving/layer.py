@@ -57,6 +57,16 @@ class KDALayer(nn.Module):
         self._raw = dict(use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
                          pad_slot=NULL_SLOT, **self._gate)
 
+    def _apply(self, fn, recurse=True):
+        """``to(torch.bfloat16)`` and its like move everything, but leave in fp32 what must stay so."""
+        kept = {name: getattr(self, name).data for name in FP32}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            weight = getattr(self, name)
+            if weight.dtype != torch.float32:
+                weight.data = before.to(weight.device)
+        return self
+
     def new_cache(self, slots: int, num_spec: int = 0, **options) -> KDACache:
         """Pools that fit this layer, on its device, conv lines in its dtype; options as KDACache's."""
         config = self.config
