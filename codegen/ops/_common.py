@@ -8,7 +8,9 @@ from contextlib import nullcontext
 
 import torch
 
+from kdagen import devices
 from kdagen.errors import ArgumentTypeError, refuse
+from kdagen.spec import Target
 
 LIBRARY = torch.library.Library("kdagen", "DEF")
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
@@ -27,6 +29,19 @@ def register(schema: str, implementation: Callable, fake: Callable):
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kdagen::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.kdagen, name).default
+
+
+MEMO_ENTRIES = 4096  # layouts of arguments that an op remembers; more than any engine has
+
+
+def layouts(tensors: tuple) -> tuple:
+    """All that checks look at, cheap to compute and to hash: the key by which a call is remembered as right."""
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+
+
+def target_of(index: int) -> Target:
+    """The Target of a tensor's ``get_device()``; -1, the CPU under the interpreter, counts as an H200."""
+    return devices.of_index(index) if index >= 0 else devices.named("h200")
 
 
 def interpreting() -> bool:

@@ -12,11 +12,6 @@ from kdagen.ops._common import FLOATS, check_device, check_dtype, check_shape
 INTEGERS = (torch.int32, torch.int64)
 
 
-def layouts(tensors: tuple) -> tuple:
-    """All that the checks look at, cheap to compute and to hash: the key by which a call is remembered as right."""
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
-
-
 def check_rows_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose last dimension is not contiguous; all other strides are free."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen.errors import refuse
 from kdagen.families.step_tables import MAX_SCHEDULES
 from kdagen.launch import handle, knobs
-from kdagen.ops._common import DTYPE_NAMES, interpreting
+from kdagen.ops._common import DTYPE_NAMES, interpreting, target_of
 from kdagen.spec import CHUNKS, Problem, Spec
 
 _MEMO = dispatch.memo("step_tables")
@@ -138,7 +138,7 @@ def _first_launch(planned: Plan, dtype: torch.dtype, index: int, rows: bool, cou
     if index < 0 and not interpreting():
         return lambda arguments, sizes: _write_on_cpu(planned.chunk, *arguments)
     spec = Spec.make("step_tables", chunk=planned.chunk, dtype=DTYPE_NAMES[dtype], schedules=len(planned.blocks))
-    target = devices.of_index(index) if index >= 0 else devices.named("h200")
+    target = target_of(index)
     choice = dispatch.pick(spec, Problem(1, 1, 1), target)
     module, options = choice.module, {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
     if index < 0:  # not remembered: the interpreter may be turned off

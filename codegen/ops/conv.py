@@ -7,15 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen.errors import refuse
-from kdagen.ops._common import DTYPE_NAMES, check_interpretable, on_device, register, runs_kernels
+from kdagen.ops._common import (
+    DTYPE_NAMES,
+    MEMO_ENTRIES,
+    check_interpretable,
+    layouts,
+    on_device,
+    register,
+    runs_kernels,
+    target_of,
+)
 from kdagen.ops._conv_checks import activation_flag, check_data, check_pool, check_schedule, check_update_rows
 from kdagen.ops._conv_cpu import batched, run_prompts, run_steps
 from kdagen.ops._decode_checks import check_boundaries
 from kdagen.spec import Problem, Spec
-
-MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any engine has
 
 _LAYOUTS = dispatch.memo("conv layouts")
 _PLANS = dispatch.memo("conv plans")
@@ -95,8 +102,7 @@ def causal_conv1d(
 
 def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,
          checked) -> None:
-    key = ("prefill", _layout(x), _layout(weight), _layout(bias), _layout(out), _layout(cu_seqlens), _layout(pool),
-           _layout(indices), _layout(has), block_m)
+    key = "prefill", layouts((x, weight, bias, out, cu_seqlens, pool, indices, has)), block_m
     if checked and out.data_ptr() == x.data_ptr() and x.numel():
         refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     plan = _LAYOUTS.get(key)
@@ -174,8 +180,7 @@ def causal_conv1d_update(
 
 
 def _run_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu, checked) -> None:
-    key = ("update", _layout(x), _layout(pool), _layout(weight), _layout(bias), _layout(out), _layout(boundaries),
-           _layout(indices), _layout(accepted), _layout(has))
+    key = "update", layouts((x, pool, weight, bias, out, boundaries, indices, accepted, has))
     plan = _LAYOUTS.get(key)
     if plan is None or not x.is_cuda:
         if checked:
@@ -192,10 +197,6 @@ def _run_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, 
         with on_device(x):
             plan.launch(x, weight, bias, out, boundaries, pool, indices, has, accepted, seqs, pad_slot, silu=silu,
                         num_warps=plan.warps, num_stages=plan.stages)
-
-
-def _layout(tensor: torch.Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -215,7 +216,7 @@ def _plan(family: str, x, weight, seqs: int) -> Plan:
     if plan is None:
         check_interpretable(x.dtype)
         spec = Spec.make(family, dtype=DTYPE_NAMES[x.dtype], width=width)
-        target = devices.of_index(x.get_device()) if x.is_cuda else devices.named("h200")
+        target = target_of(x.get_device())
         choice = dispatch.pick(spec, Problem(tokens, seqs, dim), target)
         schedule = choice.schedule
         plan = Plan(choice.module.launch, schedule.block.get("bt", 0), schedule.warps, schedule.stages)

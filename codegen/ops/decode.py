@@ -7,11 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
 from kdagen.ops._again import Again, addresses, again, misaligned
-from kdagen.ops._common import DTYPE_NAMES, check_dtype, check_interpretable, on_device, register, runs_kernels
+from kdagen.ops._common import (
+    DTYPE_NAMES,
+    MEMO_ENTRIES,
+    check_dtype,
+    check_interpretable,
+    layouts,
+    on_device,
+    register,
+    runs_kernels,
+    target_of,
+)
 from kdagen.ops._decode_checks import (
     check_boundaries,
     check_flags,
@@ -22,11 +32,8 @@ from kdagen.ops._decode_checks import (
     check_rows_contiguous,
     check_states,
     check_vector,
-    layouts,
 )
 from kdagen.spec import Problem, Spec
-
-MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any engine has
 
 _MEMO = dispatch.memo("fused_recurrent_kda")
 
@@ -170,7 +177,7 @@ def _plan(
     spec = Spec.make("recurrent", k=K, v=V, dtype=DTYPE_NAMES[q.dtype], k_first=not v_first,
                      half_state=states is not None and states.dtype != torch.float32)
     seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    target = devices.of_index(q.get_device()) if q.is_cuda else devices.named("h200")
+    target = target_of(q.get_device())
     choice = dispatch.pick(spec, Problem(q.shape[0] * q.shape[1], seqs, HV), target)
     options = dict(raw_gate=raw_gate, l2norm=l2norm, beta_sigmoid=beta_sigmoid, beta_scale=2.0 if neg_eigval else 1.0,
                    num_warps=choice.schedule.warps, num_stages=choice.schedule.stages)

@@ -7,20 +7,23 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.ops._again import Again, addresses, again, misaligned
 from kdagen.ops._common import (
     DTYPE_NAMES,
     FLOATS,
+    MEMO_ENTRIES,
     check_device,
     check_dtype,
     check_interpretable,
     check_shape,
+    layouts,
     on_device,
     register,
     runs_kernels,
+    target_of,
 )
 from kdagen.ops._decode_checks import (
     check_float,
@@ -29,11 +32,8 @@ from kdagen.ops._decode_checks import (
     check_rows_contiguous,
     check_states,
     check_vector,
-    layouts,
 )
 from kdagen.spec import Problem, Spec
-
-MEMO_ENTRIES = 4096
 
 _MEMO = dispatch.memo("kda_decode_step")
 
@@ -167,7 +167,7 @@ def _plan(
     check_interpretable(qkv.dtype)
     H, _HV, K, V = _sizes(qkv, z, g, beta)
     spec = Spec.make("decode_step", k=K, v=V, dtype=DTYPE_NAMES[qkv.dtype], k_first=not v_first, width=conv_weight.shape[1])
-    target = devices.of_index(qkv.get_device()) if qkv.is_cuda else devices.named("h200")
+    target = target_of(qkv.get_device())
     choice = dispatch.pick(spec, Problem(qkv.shape[0], qkv.shape[0], H), target)
     options = dict(
         heads=H, beta_scale=2.0 if neg_eigval else 1.0, num_warps=choice.schedule.warps, num_stages=choice.schedule.stages,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
 from kdagen.ops._common import (
     DTYPE_NAMES,
     FLOATS,
+    MEMO_ENTRIES,
     check_device,
     check_dtype,
     check_interpretable,
@@ -17,11 +18,10 @@ from kdagen.ops._common import (
     on_device,
     register,
     runs_kernels,
+    target_of,
 )
 from kdagen.ops._decode_checks import INTEGERS, check_boundaries, check_float, check_gate, check_rows_contiguous
 from kdagen.spec import CHUNKS, Problem, Spec
-
-MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any engine has
 
 _MEMO = dispatch.memo("kda_gate")
 _CHOICES = dispatch.memo("kda_gate choices")
@@ -142,7 +142,7 @@ def _plan(g, out, beta, chunk_indices, lower_bound, chunk_size) -> tuple:
     key = (g.dtype, K, chunk_size, (B * T * HV).bit_length(), g.get_device())
     choice = _CHOICES.get(key)
     if choice is None:
-        target = devices.of_index(g.get_device()) if g.is_cuda else devices.named("h200")
+        target = target_of(g.get_device())
         spec = Spec.make("gate", chunk=chunk_size, k=K, dtype=DTYPE_NAMES[g.dtype])
         # a power of two of tokens x heads stands for all of its bucket, so that the choice does not depend on who came first
         choice = _CHOICES[key] = dispatch.pick(spec, Problem(1 << (B * T * HV).bit_length() >> 1, 1, 1), target)

@@ -6,22 +6,22 @@ from itertools import pairwise
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
 from kdagen.ops._common import (
     DTYPE_NAMES,
     FLOATS,
+    MEMO_ENTRIES,
     check_dtype,
     check_interpretable,
     on_device,
     register,
     runs_kernels,
+    target_of,
 )
 from kdagen.ops._decode_checks import check_float, check_rows_contiguous, check_vector
 from kdagen.spec import Problem, Spec
-
-MEMO_ENTRIES = 4096  # layouts of arguments that are remembered; more than any engine has
 
 _MEMO = dispatch.memo("gated_rmsnorm")
 _CHOICES = dispatch.memo("gated_rmsnorm choices")
@@ -81,7 +81,7 @@ def _plan(o: torch.Tensor, z: torch.Tensor, out: torch.Tensor) -> tuple:
     key = (o.dtype, V, rows.bit_length(), o.get_device())
     found = _CHOICES.get(key)
     if found is None:
-        target = devices.of_index(o.get_device()) if o.is_cuda else devices.named("h200")
+        target = target_of(o.get_device())
         spec = Spec.make("rmsnorm", v=V, dtype=DTYPE_NAMES[o.dtype])
         # a power of two of rows stands for all of its bucket, so that the choice does not depend on who came first
         choice = dispatch.pick(spec, Problem(1 << rows.bit_length() >> 1, 1, 1), target)

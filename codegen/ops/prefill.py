@@ -12,10 +12,12 @@ from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.families.prefill_prepare import LOWEST_BOUND
 from kdagen.ops import prefill_plan as planning
 from kdagen.ops._common import (
+    MEMO_ENTRIES,
     check_device,
     check_dtype,
     check_interpretable,
     check_shape,
+    layouts,
     on_device,
     register,
     runs_kernels,
@@ -34,7 +36,6 @@ from kdagen.ops.metadata import StepTables, step_tables
 from kdagen.reference.gate import boundaries
 from kdagen.spec import CHUNKS, Problem
 
-MEMO_ENTRIES = 4096  # layouts of arguments that are remembered
 BATCH_INVARIANT = os.environ.get("KDAGEN_BATCH_INVARIANT", "0") == "1"  # the default of chunk_kda's batch_invariant
 
 _MEMO = dispatch.memo("chunk_kda")
@@ -178,10 +179,6 @@ def _check_ends(cu_seqlens_cpu: torch.Tensor, tokens: int) -> None:
                f"boundaries that start at 0, never decrease, and end at T = {tokens}")
 
 
-def _layouts(*tensors: torch.Tensor | None) -> tuple:
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
-
-
 def _run(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
     ckpt_offsets, ckpt_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound, pad_slot, chunk, longest,
@@ -189,8 +186,8 @@ def _run(
 ) -> None:
     """The op itself: writes out, final_state, and slots of state_pool."""
     key = (
-        _layouts(q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
-                 ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias),
+        layouts((q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+                 ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias)),
         lower_bound, chunk, raw_gate, v_first, batch_invariant,
     )
     kernels = _MEMO.get(key)

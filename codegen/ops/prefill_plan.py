@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from kdagen import devices, dispatch, families
+from kdagen import dispatch, families
 from kdagen.families.prefill_prepare import padded
 from kdagen.ops import prefill_sm90
-from kdagen.ops._common import DTYPE_NAMES, interpreting
+from kdagen.ops._common import DTYPE_NAMES, target_of
 from kdagen.ops._tensor_maps import token_tiles
 from kdagen.ops.metadata import step_tables
 from kdagen.spec import Problem, Spec, Target, Variant
@@ -108,14 +108,10 @@ class Buffers(NamedTuple):
                    make(rows, HV, C, C), torch.empty((rows, HV, KP), dtype=torch.float32, device=like.device))
 
 
-def target_of(tensor: torch.Tensor):
-    return devices.named("h200") if interpreting() and not tensor.is_cuda else devices.of_index(tensor.get_device())
-
-
 def choose(q: torch.Tensor, K: int, V: int, chunk: int, gate: str, problem: Problem, *, portable: bool = False) -> Kernels:
     """The schedules of prepare and state for a load; what memos keep. ``portable``: not their sm90 forms, whose tensor
     maps want packed heads, a bf16 gate and addresses and strides of 16 bytes."""
-    dtype, target = DTYPE_NAMES[q.dtype], target_of(q)
+    dtype, target = DTYPE_NAMES[q.dtype], target_of(q.get_device())
     sizes = dict(chunk=chunk, k=K, v=V, dtype=dtype)
     prepare, state = (_pick(spec, problem, target, portable) for spec in (
         Spec.make("prefill_prepare", **sizes, gate=gate), Spec.make("prefill_state", **sizes)))
@@ -254,7 +250,8 @@ def run_segments(call: Call, count: int) -> None:
     N, HV, KP, VP, rows = call.N, call.HV, kernels.kp, kernels.vp, call.chunk_rows.shape[0]
     length = -(-call.longest // count)
     count = -(-call.longest // length)
-    choice = _pick(kernels.segments_spec, Problem(call.q.shape[0] * call.q.shape[1], N, HV), target_of(call.q), True)
+    problem = Problem(call.q.shape[0] * call.q.shape[1], N, HV)
+    choice = _pick(kernels.segments_spec, problem, target_of(call.q.get_device()), True)
     options = {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
     buffers = Buffers.of(call, rows)
     starts = torch.empty((N, count, HV, VP, KP), dtype=torch.float32, device=device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kdagen import devices, dispatch
+from kdagen import dispatch
 from kdagen.errors import refuse
-from kdagen.ops._common import check_device, check_dtype, on_device, register, runs_kernels
+from kdagen.ops._common import check_device, check_dtype, on_device, register, runs_kernels, target_of
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("stage_spec")
@@ -68,7 +68,7 @@ def _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: i
 def _launcher(index: int):
     found = _MEMO.get(index)
     if found is None:
-        target = devices.of_index(index) if index >= 0 else devices.named("h200")
+        target = target_of(index)
         choice = dispatch.pick(Spec.make("stage_spec", dtype="i32"), Problem(1, 1, 1), target)
         found = _MEMO[index] = (choice.module.launch, choice.schedule.warps, choice.schedule.stages)
     return found
