@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_bf16_halfstate__bv4_evict1
-# inputs:   001717a445a13062caba11de404131c9776502c511b2684c4c5008e8834ce5af
+# inputs:   2cd11d7baf0014f0d120dc3fe626467dc55c57a3d4c0c64c2c9baf3a5b8116cd
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -106,7 +106,7 @@ def recurrent_kernel(
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
-            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS) - 1
+            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS).to(tl.int32) - 1
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live

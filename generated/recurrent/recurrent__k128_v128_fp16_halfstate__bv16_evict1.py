@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp16_halfstate__bv16_evict1
-# inputs:   17e8dc8bf058fa45fa5dc755bae7d798aa96ffc8501eb8d24648ef02cfe8cb1b
+# inputs:   fc495c4da50262e7d208cfe90bcac5c53fe2587dda4d7f49b5d4a3b7c9502c00
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -106,7 +106,7 @@ def recurrent_kernel(
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
-            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS) - 1
+            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS).to(tl.int32) - 1
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp16_kfirst__bv32_evict1
-# inputs:   2c55938bc3acb95332295947a5594d48082e540a00fab336a991474e5db72953
+# inputs:   5e9e7dd1f55329c6a4cfd4df73c2793769d7d78aa3560c91fad2009b9046aafe
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -106,7 +106,7 @@ def recurrent_kernel(
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
-            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS) - 1
+            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS).to(tl.int32) - 1
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live

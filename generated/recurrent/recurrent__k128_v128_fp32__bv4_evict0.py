@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp32__bv4_evict0
-# inputs:   7218edab10487b630e9af4db365c6a21bb3eb303ea046677568d3840e846c7a0
+# inputs:   67ad1b41e7372b4e5d60607040aea12f182c4ce012679d921366015ba36e30b5
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -106,7 +106,7 @@ def recurrent_kernel(
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
-            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS) - 1
+            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS).to(tl.int32) - 1
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp32__bv4_evict1
-# inputs:   8b62297ec9d2c50098d9b93df7b9efba0317f4e29f4d63c7c7d929661fc3808f
+# inputs:   77f22cc4e7fb4a0642c2189da18982f90b102a87c4370fb6d0303263d3a5c7ad
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -106,7 +106,7 @@ def recurrent_kernel(
     if state_indices is not None:
         column = 0
         if COLUMNS > 0 and num_accepted is not None:
-            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS) - 1
+            column = tl.minimum(tl.maximum(tl.load(num_accepted + i_n), 1), COLUMNS).to(tl.int32) - 1
         i_s = tl.load(state_indices + i_n * index_n + column * index_t).to(tl.int64)
         live = (i_s >= 0) & (i_s < slots) & (i_s != pad_slot)  # else padding: no access to the pool, output 0
         m_s = m_s & live
