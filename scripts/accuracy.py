@@ -5,9 +5,10 @@
     python scripts/accuracy.py --table     # writes the table between the markers of docs/limits.md, no GPU needed
     python scripts/accuracy.py --check     # exit 1 if the table is not what the JSON says
 
-The oracle is the chunk form in fp64 (which tests hold to the recurrence, token by token) of the same rounded inputs.
-fla-core, where it is installed, gets the same inputs; its ready-gate path needs a gate of at least -5 a token, so other
-classes have no figure of it.
+The oracle is the chunk form in fp64 (which tests hold to the recurrence, token by token) of the same rounded inputs. Ours
+come first; then fla-core, where it is installed, gets the same inputs, class after class while the budget lasts, as it may
+compile and tune for minutes. The JSON is rewritten after each row. fla-core's ready-gate path needs a gate of at least -5 a
+token, so other classes have no figure of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -34,45 +36,68 @@ LENGTHS = (70, 0, 331, 9, 64, 1026)
 HEADS, K, V = 4, 128, 128
 
 
-def measure(seed: int = 0) -> dict:
-    """{"section", "environment", "conditions", "rows"}: a row an op, class, dtype and implementation."""
+def inputs_of(seed: int) -> Iterator[tuple]:
+    """(class, dtype, tensors, options, fp64 output, fp64 final state), everything on the GPU; the same for the same seed."""
     import torch
-    from bench.common import environment
 
-    from inputs import cu_seqlens, kda, relative
+    from inputs import kda
     from kdagen import reference
-    from kdagen.ops.decode import fused_recurrent_kda
-    from kdagen.ops.prefill import chunk_kda
 
-    rng, rows = torch.Generator().manual_seed(seed), []
-    edges = cu_seqlens(list(LENGTHS))
+    rng = torch.Generator().manual_seed(seed)
     for name in CLASSES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32) if name in EVERY_DTYPE else (torch.bfloat16,):
             tensors, options = kda(rng, name, T=sum(LENGTHS), sequences=len(LENGTHS), H=HEADS, K=K, V=V, dtype=dtype)
-            put = lambda values: {key: x.cuda() if torch.is_tensor(x) else x for key, x in values.items()}
-            tensors, options = put(tensors), put(options)
-            o, state = reference.chunk_kda(**tensors, **options, cu_seqlens=edges, output_final_state=True)
-            calls = {
-                ("chunk_kda", "kdagen"): lambda t=tensors, x=options: chunk_kda(
-                    **t, **x, cu_seqlens=edges.cuda(), cu_seqlens_cpu=edges, output_final_state=True),
-                ("fused_recurrent_kda", "kdagen"): lambda t=tensors, x=options: fused_recurrent_kda(
-                    **t, **x, cu_seqlens=edges.cuda(), output_final_state=True),
-            }
-            if dtype == torch.bfloat16 and name not in ("mask", "mixed"):
-                calls["chunk_kda", "fla"] = lambda t=tensors, x=options: fla(t, x, edges)
-            for (op, who), call in calls.items():
-                try:
-                    ours = call()
-                except Exception as error:  # a peer that cannot run a class has no row; ours must
-                    if who == "kdagen":
-                        raise
-                    print(f"{who} {name}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
-                    continue
-                rows.append({"section": "accuracy", "op": op, "case": name, "who": who, "dtype": str(dtype)[6:],
-                             "err": relative(ours[0], o), "state_err": relative(ours[1], state)})
-                print("{op:20} {who:7} {dtype:9} {case:9} {err:.1e} {state_err:.1e}".format(**rows[-1]), flush=True)
-    return {"section": "accuracy", "environment": environment(), "rows": rows,
+            tensors, options = ({key: x.cuda() if torch.is_tensor(x) else x for key, x in values.items()}
+                                for values in (tensors, options))
+            yield name, dtype, tensors, options, *reference.chunk_kda(
+                **tensors, **options, cu_seqlens=edges(), output_final_state=True)
+
+
+def edges():
+    """The sequences' boundaries, on the CPU."""
+    from inputs import cu_seqlens
+
+    return cu_seqlens(list(LENGTHS))
+
+
+def measure(budget_s: float, keep: Callable[[dict], None], seed: int = 0) -> dict:
+    """{"section", "environment", "conditions", "rows"}: a row an op, class, dtype and implementation, ours first.
+
+    ``keep`` is told of it after every row. The budget (seconds) ends the peer's rows, never ours.
+    """
+    from bench.common import Budget, environment, limit, peer
+
+    from inputs import relative
+    from kdagen.ops.decode import fused_recurrent_kda
+    from kdagen.ops.prefill import chunk_kda
+
+    budget, bounds = Budget(budget_s), edges()
+    data = {"section": "accuracy", "environment": environment(), "rows": [],
             "conditions": {"lengths": LENGTHS, "heads": HEADS, "K": K, "V": V, "seed": seed, "oracle": "chunk form, fp64"}}
+
+    def note(op: str, who: str, name: str, dtype, found: tuple, o, state) -> None:
+        data["rows"].append({"section": "accuracy", "op": op, "case": name, "who": who, "dtype": str(dtype)[6:],
+                             "err": relative(found[0], o), "state_err": relative(found[1], state)})
+        print("{op:20} {who:7} {dtype:9} {case:9} {err:.1e} {state_err:.1e}".format(**data["rows"][-1]), flush=True)
+        keep(data)
+
+    for name, dtype, tensors, options, o, state in inputs_of(seed):
+        options = options | {"cu_seqlens": bounds.cuda(), "output_final_state": True}
+        note("chunk_kda", "kdagen", name, dtype, chunk_kda(**tensors, **options, cu_seqlens_cpu=bounds), o, state)
+        note("fused_recurrent_kda", "kdagen", name, dtype, fused_recurrent_kda(**tensors, **options), o, state)
+    for name, dtype, tensors, options, o, state in inputs_of(seed) if peer("fla") else ():
+        if str(dtype) != "torch.bfloat16" or name in ("mask", "mixed"):
+            continue
+        try:
+            with limit(budget.left / 2):  # what it compiled until then is in its cache for the next class
+                found = fla(tensors, options, bounds)
+        except Exception as error:  # the class has no row of the peer
+            print(f"fla {name}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
+        else:
+            note("chunk_kda", "fla", name, dtype, found, o, state)
+        if budget.left <= 0:
+            break
+    return data
 
 
 def fla(tensors: dict, options: dict, edges):
@@ -96,16 +121,19 @@ def table(data: dict) -> str:
     found = {(row["case"], row["op"], row["who"], row["dtype"]): row for row in data["rows"]}
     chunk, step = "chunk_kda", "fused_recurrent_kda"
     columns = [(chunk, "kdagen", "bfloat16"), (chunk, "fla", "bfloat16"), (chunk, "kdagen", "float16"),
-               (chunk, "kdagen", "float32"), (step, "kdagen", "bfloat16"), (step, "kdagen", "float32")]
+               (chunk, "kdagen", "float32"), (step, "kdagen", "bfloat16"), (step, "kdagen", "float16"),
+               (step, "kdagen", "float32")]
+    columns = [column for column in columns if any(key[1:] == column for key in found)]
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     names = [f"{op}{' of fla' if who == 'fla' else ''}, {short[dtype]}" for op, who, dtype in columns]
     out = [f"| inputs | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    for name, words in CLASSES.items():
+    for name, words in ((name, words) for name, words in CLASSES.items() if any(key[0] == name for key in found)):
         cells = [found.get((name, *column)) for column in columns]
         errors = [f"{cell['err']:.1e} / {cell['state_err']:.1e}" if cell else "" for cell in cells]
         out.append(f"| {words} | {' | '.join(errors)} |")
     env, at = data["environment"], data["conditions"]
-    peers = ", ".join(f"{name} {version}" for name, version in env["peers"].items()) or "none"
+    peers = ", ".join(f"{who} {env['peers'].get(who, '')}" for who in dict.fromkeys(row["who"] for row in data["rows"])
+                      if who != "kdagen") or "none"
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
         *out, "", "Relative error of the output / of the final state against the chunk form in fp64; sequences of "
@@ -116,15 +144,16 @@ def table(data: dict) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--table", "only_table", is_flag=True, help="write the table from the JSON, measure nothing")
 @click.option("--check", is_flag=True, help="exit 1 if the table is not what the JSON says")
+@click.option("--budget", default="5m", show_default=True, help="the peer gets what ours leave of it: 90s, 5m")
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, show_default=True)
-def main(only_table, check, out):
+def main(only_table, check, budget, out):
     """Measure, or draw the table."""
     if not only_table and not check:
         from kdagen import devices, files
+        from kdagen.tuning.command import seconds
 
-        data = measure()
         path = out / f"{devices.machine().slug}-accuracy.json"
-        files.write_if_different(path, json.dumps(data, indent=1) + "\n")
+        data = measure(seconds(budget), lambda data: files.write_if_different(path, json.dumps(data, indent=1) + "\n"))
         click.echo(table(data))
         click.echo(f"wrote {path}. Next: python scripts/accuracy.py --table")
         return

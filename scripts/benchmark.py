@@ -4,7 +4,8 @@
     python scripts/benchmark.py --section decode --section prefill --peers fla,flashkda --budget 10m
 
 Each section checks results before it times them. Peers run in the same process, on the same inputs, their replays taking
-turns with ours. scripts/plot.py draws what this writes.
+turns with ours, after all of ours were measured alone; the JSON is rewritten after every case, so that a peer which takes
+minutes, fails or kills the process costs its own rows. scripts/plot.py draws what this writes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -27,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench
 
 ORDER = ("metadata", "conv", "decode", "prefill", "layer")
-SHARE = {"prefill": 5.0, "decode": 2.0}  # of the budget, 1 for the others
+SHARE = {"prefill": 8.0, "decode": 2.0, "conv": 2.0}  # of the budget, 1 for the others, which run first: they have no peers
 OUT = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
@@ -38,11 +42,12 @@ def sections() -> list[str]:
                   key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
-def run_section(name: str, budget_s: float, peers: tuple[str, ...]) -> list[dict]:
-    """The section's rows, each of them complete; a section without peers is not told about them."""
+def run_section(name: str, budget_s: float, peers: tuple[str, ...],
+                keep: Callable[[list[dict]], object] = lambda rows: None) -> list[dict]:
+    """The section's rows, each of them complete; a section is told of peers, and tells ``keep``, only if it takes them."""
     module = importlib.import_module(f"bench.{name}")
-    options = {"peers": peers} if "peers" in inspect.signature(module.run).parameters else {}
-    rows = module.run(budget_s, **options)
+    takes = inspect.signature(module.run).parameters
+    rows = module.run(budget_s, **{key: value for key, value in (("peers", peers), ("keep", keep)) if key in takes})
     for one in rows:
         complete = {"section", "case", "who"} <= one.keys() and ({"us", "how"} <= one.keys() or "skipped" in one)
         if not complete or one["section"] != name:
@@ -63,6 +68,17 @@ def show(console: Console, name: str, rows: list[dict], took: float) -> None:
         grid.add_row(one["case"], one["who"], one["how"], f"{one['us']:.2f}", f"{one['p20']:.2f}-{one['p80']:.2f}", *floor,
                      f"{one['err']:.1e}" if "err" in one else "")
     console.print(grid)
+
+
+def broken() -> bool:
+    """Whether the device fails for whatever runs in this process from now on: a kernel went wrong."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def write(folder: Path, slug: str, name: str, environment: dict, rows: list[dict]) -> Path:
@@ -103,7 +119,7 @@ def main(names, peers, budget, out):
         left = common.Budget(seconds(budget))
     except KdagenError as error:
         raise SystemExit(f"benchmark: {error}") from None
-    todo = list(names or sections())
+    todo = sorted(names or sections(), key=lambda name: name in SHARE)
     environment, failed = common.environment(), []
     slug = devices.machine().slug
     console.print(f"{environment['gpu']}: copy {environment['copy_tb_s']:.2f} TB/s, product "
@@ -112,14 +128,20 @@ def main(names, peers, budget, out):
         name = todo.pop(0)
         share = SHARE.get(name, 1.0)
         began = time.monotonic()
+        keep = partial(write, out, slug, name, environment)
         try:
-            rows = run_section(name, left.left * share / (share + sum(SHARE.get(n, 1.0) for n in todo)), asked)
+            rows = run_section(name, left.left * share / (share + sum(SHARE.get(n, 1.0) for n in todo)), asked, keep)
         except Exception:  # one section's failure is shown and does not cost the others
             traceback.print_exc()
             failed.append(name)
-            continue
-        show(console, name, rows, time.monotonic() - began)
-        console.print(f"wrote {write(out, slug, name, environment, rows)}", highlight=False, soft_wrap=True)
+        else:
+            show(console, name, rows, time.monotonic() - began)
+            console.print(f"wrote {keep(rows)}", highlight=False, soft_wrap=True)
+        if todo and broken():
+            console.print(f"the device fails in this process; in a new one: {', '.join(todo)}", highlight=False)
+            rest = [word for name in todo for word in ("--section", name)]
+            os.execv(sys.executable, [sys.executable, __file__, *rest, "--peers", peers, "--out", str(out), "--budget",
+                                      f"{max(1.0, left.left):.0f}s"])
         torch.cuda.empty_cache()
     if failed:
         raise SystemExit(f"benchmark: failed sections: {', '.join(failed)}")

@@ -24,6 +24,7 @@ FOLDER = ROOT / "docs" / "benchmarks"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLORS = {"kdagen": "#2563eb", "fla": "#ea580c", "flashkda": "#0d9488"}
+ALONE = "graph, alone"  # of our rows: measured without the peers that the row "graph" took turns with
 OTHERS = ("#7c3aed", "#a16207", "#be185d", "#4d7c0f")
 
 
@@ -82,20 +83,27 @@ def color(who: str, names: list[str]) -> str:
 # Tables
 
 def table(data: dict) -> str:
-    """The section's markdown table, with the environment under it. Of several rows of one case the last counts."""
+    """The section's markdown table, with the environment under it. Of several rows of one case the last counts.
+
+    Where peers ran, our time in a graph stands beside theirs, measured in turn; what ours took alone has its own column.
+    """
     lines: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    alone = {(row["case"], row.get("op", ""), "graph"): row for row in timed(data["rows"], ALONE)}
     for row in timed(data["rows"]):
-        lines[(row["case"], row.get("op", ""), row["how"])][row["who"]] = row
+        if row["how"] != ALONE:
+            lines[(row["case"], row.get("op", ""), row["how"])][row["who"]] = row
     beside = {line: by for line, by in lines.items() if "kdagen" not in by}  # yardsticks: told under the table
     lines = {line: by for line, by in lines.items() if line not in beside}
     names, ours = in_order(who for by in lines.values() for who in by), "kdagen"
-    head = ["case", "time", *(f"{who}, us" for who in names), "floor, us", "share", *(f"over {who}" for who in names[1:]),
-            "error"]
+    by_itself = ["kdagen alone, us"] * bool(alone)
+    head = ["case", "time", *(f"{who}, us" for who in names), *by_itself, "floor, us", "share",
+            *(f"over {who}" for who in names[1:]), "error"]
     out = [f"| {' | '.join(head)} |", f"|{'---|' * 2}{'---:|' * (len(head) - 2)}"]
     for (case, op, how), by in lines.items():
         mine = by.get(ours)
         label = case if not op or op in case else f"{case}, {op}"
         cells = [label, how, *(spread(by[who]) if who in by else "" for who in names)]
+        cells += [number(alone[case, op, how]["us"]) if (case, op, how) in alone else "" for _ in by_itself]
         cells += [number(mine["floor_us"]), f"{mine['share']:.0%}"] if mine and "floor_us" in mine else ["", ""]
         cells += [f"{by[who]['us'] / mine['us']:.2f}x" if mine and who in by else "" for who in names[1:]]
         cells.append(f"{mine['err']:.1e}" if mine and "err" in mine else "")
@@ -109,9 +117,13 @@ def table(data: dict) -> str:
         told = [f"{who} {number(row['us'])} us ({case}, {how})" for (case, _, how), by in beside.items()
                 for who, row in by.items()]
         out += ["", f"For comparison: {', '.join(told)}."]
-    skipped = [f"{row['case']} ({row['who']}): {row['skipped']}" for row in data["rows"] if "skipped" in row]
+    skipped: dict[tuple, list[str]] = defaultdict(list)
+    for row in data["rows"]:
+        if "skipped" in row:
+            skipped[row["who"], row["skipped"].split("\n")[0].rstrip(".")].append(row["case"])
     if skipped:
-        out += ["", f"Not measured: {'; '.join(skipped)}."]
+        told = [f"{who}, {', '.join(cases)}: {why}" for (who, why), cases in skipped.items()]
+        out += ["", f"Not measured: {'; '.join(told)}."]
     return "\n".join(out)
 
 

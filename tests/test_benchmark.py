@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import sys
+import time
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_a_row_has_its_floor(common, ceilings):
     assert made["tb_s"] == pytest.approx(2.0) and made["heads"] == 32
     bound = common.row("p", "c", "w", timing.Timing(10.0, 9, 11, 5), how="graph", bytes_moved=4e6, operations=3.5e9)
     assert bound["floor_us"] == pytest.approx(5.0), "the larger of bytes and operations"
-    with pytest.raises(ValueError, match="graph, eager or host"):
+    with pytest.raises(ValueError, match="'graph', 'graph, alone', 'eager', 'host'"):
         common.row("p", "c", "w", timing.Timing(1, 1, 1, 1), how="fast")
 
 
@@ -73,6 +75,120 @@ def test_a_budget_stops_before_the_case_that_would_not_fit(common, monkeypatch):
         clock[0] += 3.0
         done.append(case)
     assert done == [0, 1, 2]
+
+
+def test_a_limit_stops_what_lasts_too_long(common):
+    began = time.monotonic()
+    with pytest.raises(common.TooLong, match="first result"), common.limit(0.05):
+        time.sleep(5)
+    with common.limit(5.0):
+        pass
+    with common.limit(float("inf")):
+        time.sleep(0.01)
+    assert time.monotonic() - began < 2.0
+
+
+# Ours alone, then beside the peers
+
+class Case(NamedTuple):
+    name: str
+
+
+CASES = (Case("a"), Case("b"))
+
+
+def passes(common, monkeypatch, measure, *, peers=("one", "two"), **options):
+    """(rows, what was kept on the way, and asked of ``measure``)"""
+    module = importlib.import_module("bench._passes")
+    monkeypatch.setattr(module, "peer", lambda who: None if who == "absent" else who)
+    kept, asked = [], []
+
+    def note(case, who, seconds):
+        asked.append((case.name, who))
+        return measure(case, who)
+
+    rows = module.alone_then_beside("s", CASES, peers, note, budget=options.pop("budget", None) or common.Budget(100.0),
+                                    keep=lambda rows: kept.append(list(rows)), **options)
+    assert all({"section", "case", "who"} <= row.keys() and ("us" in row or "skipped" in row) for row in rows)
+    return rows, kept, asked
+
+
+def timed_row(case, who, us, how="graph"):
+    return {"section": "s", "case": case.name, "who": who, "how": how, "us": us}
+
+
+def times(rows):
+    return {(row["case"], row["who"], row["how"]): row["us"] for row in rows if "us" in row}
+
+
+def test_ours_alone_first_then_beside_ever_more_peers(common, monkeypatch):
+    def measure(case, peers):
+        return [timed_row(case, "kdagen", 1.0, "host"),
+                *(timed_row(case, who, 10.0 + len(peers)) for who in ("kdagen", *peers))]
+
+    rows, kept, asked = passes(common, monkeypatch, measure, peers=("one", "two", "absent"))
+    assert asked == [(case, peers) for peers in ((), ("one",), ("one", "two")) for case in "ab"]
+    assert times(rows) == {(case, *key): us for case in "ab" for key, us in {
+        ("kdagen", "graph"): 12.0, ("kdagen", "host"): 1.0, ("kdagen", "graph, alone"): 10.0, ("one", "graph"): 12.0,
+        ("two", "graph"): 12.0}.items()}
+    notes = {row.get("note") for row in rows if row["who"] == "kdagen" and row.get("how") == "graph"}
+    assert notes == {"replays in turn with one and two"}
+    assert [row["skipped"] for row in rows if row["who"] == "absent"] == ["not installed"]
+    assert len(kept) == 6 and [len(times(rows)) for rows in kept[:2]] == [2, 4], "all of ours are kept before any peer runs"
+
+
+def test_a_peer_costs_its_own_rows_alone(common, monkeypatch):
+    def measure(case, peers):
+        if "two" in peers and case.name == "a":
+            raise RuntimeError("an illegal memory access")
+        skipped = [common.skipped("s", case.name, "one", "wrong: 0.3")] if "one" in peers else []
+        return [timed_row(case, who, 10.0 + len(peers)) for who in ("kdagen", *peers) if who != "one"] + skipped
+
+    rows, _, _ = passes(common, monkeypatch, measure)
+    assert times(rows) == {("a", "kdagen", "graph"): 11.0, ("b", "kdagen", "graph"): 12.0, ("b", "two", "graph"): 12.0,
+                           ("b", "kdagen", "graph, alone"): 10.0}
+    why = {(row["case"], row["who"]): row["skipped"] for row in rows if "skipped" in row}
+    assert why == {("a", "one"): "wrong: 0.3", ("b", "one"): "wrong: 0.3",
+                   ("a", "two"): "RuntimeError: an illegal memory access"}
+
+
+def test_ours_that_fail_are_an_error(common, monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        passes(common, monkeypatch, lambda case, peers: 1 / 0)
+
+
+def test_the_budget_keeps_the_last_complete_rows(common, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: clock[0])
+
+    def measure(case, peers):
+        clock[0] += 2.0
+        return [timed_row(case, who, 10.0 + len(peers)) for who in ("kdagen", *peers)]
+
+    rows, _, asked = passes(common, monkeypatch, measure, budget=common.Budget(5.5),
+                            lacks=lambda case, who: "has no b" if (case.name, who) == ("b", "one") else None)
+    assert asked == [("a", ()), ("b", ()), ("a", ("one",))]
+    why = {(row["case"], row["who"]): row["skipped"] for row in rows if "skipped" in row}
+    assert why == {("a", "two"): "no time left", ("b", "one"): "has no b", ("b", "two"): "no time left"}
+    assert times(rows)["a", "kdagen", "graph"] == 11.0 and times(rows)["b", "kdagen", "graph"] == 10.0
+
+
+def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch):
+    module = importlib.import_module("bench._passes")
+
+    class Lap:
+        @classmethod
+        def of(cls, calls):
+            if calls == "bad":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return calls
+
+    monkeypatch.setattr(module, "Lap", Lap)
+    monkeypatch.setattr(module, "race", lambda laps, budget_ms: [f"time of {lap}" for lap in laps])
+    found, failed = module.in_turn({"kdagen": "ours", "fla": "bad", "flashkda": "good"})
+    assert found == {"kdagen": "time of ours", "flashkda": "time of good"} and "not permitted" in failed["fla"]
+    with pytest.raises(RuntimeError):
+        module.in_turn({"kdagen": "bad"})
 
 
 # The driver
@@ -103,6 +219,19 @@ def test_a_section_hears_of_peers_only_if_it_takes_them(driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "bench.odd", section("odd", lambda budget_s, *, peers=(): heard.append(peers) or []))
     driver.run_section("odd", 1.0, ("fla",))
     assert heard == [("fla",)]
+
+
+def test_rows_are_kept_on_the_way(driver, monkeypatch, tmp_path):
+    row = {"section": "odd", "case": "c", "who": "kdagen", "how": "graph", "us": 1.0}
+
+    def run(budget_s, *, keep):
+        keep([row])
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "bench.odd", section("odd", run))
+    with pytest.raises(KeyboardInterrupt):
+        driver.run_section("odd", 1.0, (), lambda rows: driver.write(tmp_path, "h200", "odd", {}, rows))
+    assert json.loads((tmp_path / "h200-odd.json").read_text())["rows"] == [row]
 
 
 @pytest.mark.parametrize("bad", [
@@ -152,7 +281,28 @@ def test_a_table_has_every_case_once_and_its_environment(plot):
     assert len(body) == 6 and body[0].startswith("| N=1 H=12, recurrent | graph | 2.12 (2.10-2.14) | 2.18 (2.16-2.20) |")
     assert body[0].count("|") == lines[0].count("|") and " 1.03x " in body[0]
     text = "\n".join(lines)
-    assert "4.00 TB/s" in text and "fla 0.6.0" in text and "N=1 H=96 (flashkda): no such op" in text
+    assert "4.00 TB/s" in text and "fla 0.6.0" in text and "Not measured: flashkda, N=1 H=96: no such op." in text
+
+
+def test_time_alone_has_its_own_column(plot):
+    data = rows_of()
+    ours = next(row for row in data["rows"] if row["who"] == "kdagen" and row["case"] == "N=8 H=32")
+    data["rows"].append(ours | {"how": plot.ALONE, "us": 3.21})
+    lines = plot.table(data).splitlines()
+    assert lines[0].startswith("| case | time | kdagen, us | fla, us | kdagen alone, us | floor, us |")
+    cells = {line.split(" | ")[0]: line.split(" | ")[4] for line in lines[2:] if line.startswith("|")}
+    assert cells["| N=8 H=32, recurrent"] == "3.21" and cells["| N=1 H=12, recurrent"] == ""
+    assert len(lines[0].split("|")) == len(lines[2].split("|"))
+
+
+def test_targets_are_judged_beside_the_peers():
+    targets = script("targets")
+    beside, alone, target = {"us": 11.0, "share": 0.5}, {"us": 9.0, "share": 0.6}, {"at_most": 10}
+    assert targets.stands(target, beside, alone, None) == ("at most 10 us", "**missed**, met alone")
+    assert targets.stands(target, alone, None, None) == ("at most 10 us", "met")
+    assert targets.stands(target, beside, beside, None) == ("at most 10 us", "**missed**")
+    assert targets.stands({"ratio_at_most": 0.6}, alone, None, {"us": 10.0})[1] == "**missed** (0.90x)"
+    assert targets.stands(target, None, None, None)[1] == "not measured" and targets.stands({}, beside, None, None)[1] == ""
 
 
 def test_yardsticks_stand_under_the_table_and_the_last_row_counts(plot):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
          limit, max_points, jobs, compile_timeout):
     """Measure schedules on this machine's GPUs and write the winners as tuned rows.
 
-    Ctrl-C keeps what was measured: run again with --resume.
+    Ctrl-C, or a scheduler's SIGTERM, keeps what was measured: run again with --resume.
     """
     console, began = Console(width=None if Console().is_terminal else 160), time.monotonic()
     try:
@@ -67,6 +68,8 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
             points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
             show(console, points, candidates, target)
             return
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores SIGINT unless told otherwise
+            signal.signal(number, signal.default_int_handler)
         settings = Settings(budget_s=seconds(budget), seed=seed, compile_timeout_s=compile_timeout,
                             compile_workers=jobs or max(1, (os.cpu_count() or 2) - 1))
         runners = _runners(gpus, ray_address)

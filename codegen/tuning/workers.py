@@ -1,7 +1,7 @@
 """Worker processes with a deadline a job: a crash or a hang costs one job, never the sweep.
 
 A worker imports ``module:function`` after its environment is set (which GPU it sees, if any), then answers one job after
-the other. Ctrl-C reaches the parent alone, which stops its workers.
+the other. Ctrl-C and SIGTERM reach the parent alone, which stops its workers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Failed(NamedTuple):
 def answer_jobs(pipe, entry: str, env: dict[str, str]) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(env)
     os.nice(int(env.get("KDAGEN_NICE", "0")))
     logging.getLogger("kdagen").setLevel(logging.ERROR)  # that candidates are rendered on demand is what is wanted here

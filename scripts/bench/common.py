@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 import platform
+import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
 from kdagen.tuning.timing import (  # noqa: F401  (the sections take them from here)
+    Lap,
     Timing,
     interleaved,
+    race,
     rotate,
     sets_needed,
     summarize,
@@ -47,6 +52,32 @@ class Budget:
             before = time.monotonic()
             yield case
             longest = max(longest, time.monotonic() - before)
+
+
+class TooLong(Exception):
+    """A peer outlasted its time."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise TooLong inside the block once it has lasted so many seconds: a peer's first call may compile for minutes.
+
+    By SIGALRM, in the main thread: between two bytecodes, so what a library does in one call is waited for.
+    """
+    if math.isinf(seconds):
+        yield
+        return
+
+    def stop(*_):
+        raise TooLong(f"more than {seconds:.0f} s until its first result")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Ceilings of this card, in this run
@@ -80,6 +111,9 @@ def floor_us(bytes_moved: float, operations: float = 0.0) -> float:
 
 # Results
 
+HOW = ("graph", "graph, alone", "eager", "host")
+
+
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     """norm(out - ref) / norm(ref) in fp64; NaN or infinity anywhere gives infinity."""
     out, ref = out.double(), ref.double()
@@ -95,13 +129,13 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 def row(section: str, case: str, who: str, timing: Timing, *, how: str, bytes_moved: float = 0.0,
         operations: float = 0.0, err: float | None = None, err_against: str = "", note: str = "",
         **sizes: float | int | str) -> dict:
-    """One line of the report. ``who`` is kdagen or a peer; ``how`` is graph, eager or host.
+    """One line of the report. ``who`` is kdagen or a peer; ``how`` is graph, eager, host, or "graph, alone": without peers.
 
     ``sizes`` are the case's numbers (tokens, seqs, heads, batch ...): what plot.py draws against. With bytes or
     operations, the row carries its floor on this card and the share of it that was reached.
     """
-    if how not in ("graph", "eager", "host"):
-        raise ValueError(f"how: got {how!r}, expected graph, eager or host")
+    if how not in HOW:
+        raise ValueError(f"how: got {how!r}, expected one of {', '.join(map(repr, HOW))}")
     out = {"section": section, "case": case, "who": who, "how": how, "us": timing.us, "p20": timing.p20,
            "p80": timing.p80, "samples": timing.samples, **sizes}
     if bytes_moved or operations:

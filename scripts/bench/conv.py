@@ -6,6 +6,7 @@ timed, its output, and the pool it leaves, are compared with the oracle in fp64 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -16,19 +17,19 @@ from kdagen.ops.conv import causal_conv1d, causal_conv1d_update
 from kdagen.ops.metadata import build_conv1d_chunk_schedule
 from kdagen.reference import conv as oracle
 
-from .common import Budget, interleaved, peer, relative_error, rotate, row, skipped, time_host
+from ._passes import Keep, alone_then_beside, in_turn
+from .common import Budget, limit, relative_error, rotate, row, skipped, time_host
 
 WIDTH, DTYPE = 4, torch.bfloat16
 TOLERANCE = 3e-3  # a rounding to bf16 alone is 1.7e-3
 
 
 class Rival(NamedTuple):
-    """One implementation of a case: a call whose output is checked, what is then timed, the check, a call for host time."""
+    """One implementation of a case: a call whose output is checked, a call on a seed's inputs to be timed, the check."""
 
     once: Callable[[], torch.Tensor]
-    calls: list[Callable]
+    make: Callable[[int], Callable]
     error: Callable[[torch.Tensor], float]
-    host: Callable | None = None
 
 
 class Prompts(NamedTuple):
@@ -38,11 +39,19 @@ class Prompts(NamedTuple):
     driver: str = "schedule"   # or search: no schedule given
     pool: bool = False         # initial states from, and new states to, a pool
 
+    @property
+    def name(self) -> str:
+        return f"prefill T={self.tokens} D={self.channels} N={self.seqs} {self.driver}{' pool' if self.pool else ''}"
+
 
 class Steps(NamedTuple):
     rows: int
     channels: int
     drafts: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"update N={self.rows} D={self.channels}" + (f" drafts={self.drafts}" if self.drafts else "")
 
 
 CASES = (
@@ -50,18 +59,6 @@ CASES = (
     Steps(64, 12288), Steps(1, 12288), Steps(256, 12288), Steps(8, 12288), Steps(64, 12288, 3), Steps(64, 4608),
     Prompts(8192, 4608), Prompts(2048, 12288), Prompts(512, 12288),
 )
-
-
-def _peer():
-    """fla's (causal_conv1d, causal_conv1d_update), or None."""
-    if peer("fla") is None:
-        return None
-    try:
-        from fla.modules.causal_conv1d import causal_conv1d as prompts
-        from fla.modules.causal_conv1d import causal_conv1d_update as steps
-    except ImportError:
-        return None
-    return prompts, steps
 
 
 def _normal(seed: int, *shape: int, dtype=DTYPE) -> torch.Tensor:
@@ -75,7 +72,7 @@ def _boundaries(case: Prompts) -> torch.Tensor:
     return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([case.tokens])]).to(torch.int32)
 
 
-def prompts(case: Prompts, fla) -> list[dict]:
+def prompts(case: Prompts, peers: tuple[str, ...], seconds: float) -> list[dict]:
     T, D, N = case.tokens, case.channels, case.seqs
     weight, host = _normal(1, D, WIDTH, dtype=torch.float32), _boundaries(case)
     x, edges, out = _normal(3, 1, T, D), host.cuda(), torch.full((1, T, D), float("nan"), device="cuda", dtype=DTYPE)
@@ -97,19 +94,19 @@ def prompts(case: Prompts, fla) -> list[dict]:
     packed = {"cu_seqlens": edges.long(), "cu_seqlens_cpu": host.long()} if N > 1 else {}
 
     def theirs(x):
-        return fla[0](x, weight, activation="silu", initial_state=first, output_final_state=case.pool, **packed)[0]
+        return fla(x, weight, activation="silu", initial_state=first, output_final_state=case.pool, **packed)[0]
 
     def our_error(y):
         return relative_error(y, ref) if not case.pool or torch.equal(pool[slots].double(), final) else float("inf")
 
     moved = 2 * T * D * x.element_size() + weight.numel() * 4 + (4 * N * (WIDTH - 1) * D if case.pool else 0)
-    name = f"prefill T={T} D={D} N={N} {case.driver}{' pool' if case.pool else ''}"
-    return _race(name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N), {
-        "kdagen": Rival(partial(ours, x), rotate(lambda seed: partial(ours, _normal(10 + seed, 1, T, D)), moved), our_error,
-                        partial(ours, x)),
-        "fla": Rival(partial(theirs, x), rotate(lambda seed: partial(theirs, _normal(10 + seed, 1, T, D)), moved),
-                     lambda y: relative_error(y, ref)) if fla else None,
-    })
+    rivals = {"kdagen": Rival(partial(ours, x), lambda seed: partial(ours, _normal(10 + seed, 1, T, D)), our_error)}
+    if "fla" in peers:
+        from fla.modules.causal_conv1d import causal_conv1d as fla
+
+        rivals["fla"] = Rival(partial(theirs, x), lambda seed: partial(theirs, _normal(10 + seed, 1, T, D)),
+                              lambda y: relative_error(y, ref))
+    return _race(case.name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N), rivals, seconds)
 
 
 def _peer_layout(lines: torch.Tensor) -> torch.Tensor:
@@ -117,7 +114,7 @@ def _peer_layout(lines: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(lines.transpose(1, 2), (1, 0)).contiguous()
 
 
-def steps(case: Steps, fla) -> list[dict]:
+def steps(case: Steps, peers: tuple[str, ...], seconds: float) -> list[dict]:
     N, D, T = case.rows, case.channels, 1 + case.drafts
     weight, columns = _normal(1, D, WIDTH, dtype=torch.float32), WIDTH - 1 + case.drafts
     out = torch.full((N, T, D), float("nan"), device="cuda", dtype=DTYPE)
@@ -131,7 +128,7 @@ def steps(case: Steps, fla) -> list[dict]:
         return causal_conv1d_update(x, pool, weight, cache_indices=slots, num_accepted_tokens=accepted, out=out)
 
     def theirs(x, cache):
-        return fla[1](x, cache, weight=weight, activation="silu")
+        return fla(x, cache, weight=weight, activation="silu")[0]  # the output, and the cache that it changed
 
     x, pool, slots = data(5)
     after = pool.double()
@@ -141,44 +138,52 @@ def steps(case: Steps, fla) -> list[dict]:
         return relative_error(y, ref) if torch.equal(pool.double(), after) else float("inf")
 
     moved = N * D * x.element_size() * (2 * T + WIDTH - 1 + (WIDTH - 2 + T)) + weight.numel() * 4
-    rivals = {"kdagen": Rival(partial(ours, x, pool, slots), rotate(lambda seed: partial(ours, *data(100 + seed)), moved),
-                              our_error, partial(ours, x, pool, slots)), "fla": None}
-    if fla and not case.drafts:
-        cold = rotate(lambda seed: partial(theirs, data(100 + seed)[0], _normal(seed, N, D, WIDTH)), moved)
-        rivals["fla"] = Rival(partial(theirs, x, _peer_layout(pool[slots.long()])), cold, lambda y: relative_error(y, ref))
-    name = f"update N={N} D={D}" + (f" drafts={case.drafts}" if case.drafts else "")
-    return _race(name, "causal_conv1d_update", moved, dict(seqs=N, channels=D, drafts=case.drafts), rivals)
+    rivals = {"kdagen": Rival(partial(ours, x, pool, slots), lambda seed: partial(ours, *data(100 + seed)), our_error)}
+    if "fla" in peers:
+        from fla.modules.causal_conv1d import causal_conv1d_update as fla
+
+        line = _peer_layout(pool[slots.long()])
+        rivals["fla"] = Rival(partial(theirs, x, line),
+                              lambda seed: partial(theirs, data(100 + seed)[0], _normal(seed, N, D, WIDTH)),
+                              lambda y: relative_error(y, ref))
+    sizes = dict(seqs=N, channels=D, drafts=case.drafts)
+    return _race(case.name, "causal_conv1d_update", moved, sizes, rivals, seconds)
 
 
-def _race(name: str, op: str, moved: float, sizes: dict, rivals: dict[str, Rival | None]) -> list[dict]:
-    """Check each rival, then time those that are right, their replays in turn."""
-    rows, right = [], {}
+def lacks(case: Prompts | Steps, who: str) -> str | None:
+    return "it has no speculative update" if isinstance(case, Steps) and case.drafts else None
+
+
+def _race(name: str, op: str, moved: float, sizes: dict, rivals: dict[str, Rival], seconds: float) -> list[dict]:
+    """Check each rival, then time those that are right, their replays in turn; the host's time of ours alone."""
+    rows, calls, common = [], {}, {}
     for who, rival in rivals.items():
-        err = rival.error(rival.once()) if rival else None
-        if err is None:
-            rows.append(skipped("conv", name, who, "not importable here, or it has no such op"))
-        elif err > TOLERANCE:
+        try:
+            with limit(math.inf if who == "kdagen" else seconds):
+                group = rotate(rival.make, moved)
+                if who != "kdagen":
+                    group[0]()  # a peer's first call tries out its configurations, on whatever it is given
+                err = rival.error(rival.once())
+        except Exception as failure:  # a peer that cannot run a case is a line of the report
+            if who == "kdagen":
+                raise
+            rows.append(skipped("conv", name, who, f"{type(failure).__name__}: {failure}"[:200]))
+            continue
+        if err > TOLERANCE:
             rows.append(skipped("conv", name, who, f"wrong: relative error {err:.2e} against the oracle"))
         else:
-            right[who] = rival, dict(err=err, err_against="fp64 oracle", op=op, **sizes)
-    try:
-        timings = interleaved([rival.calls for rival, _ in right.values()])
-    except RuntimeError as failure:  # a peer that cannot be captured is a line of the report
-        rows += [skipped("conv", name, who, f"graph: {failure}"[:200]) for who in right if who != "kdagen"]
-        right = {who: pair for who, pair in right.items() if who == "kdagen"}
-        timings = interleaved([rival.calls for rival, _ in right.values()]) if right else []
-    for (who, (rival, common)), timing in zip(right.items(), timings):
-        rows.append(row("conv", name, who, timing, how="graph", bytes_moved=moved, **common))
-        if rival.host:
-            rows.append(row("conv", name, who, time_host(rival.host), how="host", **common))
+            calls[who], common[who] = group, dict(err=err, err_against="fp64 oracle", op=op, **sizes)
+    timings, failed = in_turn(calls)
+    rows += [skipped("conv", name, who, why) for who, why in failed.items()]
+    for who, timing in timings.items():
+        rows.append(row("conv", name, who, timing, how="graph", bytes_moved=moved, **common[who]))
+        if who == "kdagen":
+            rows.append(row("conv", name, who, time_host(rivals[who].once), how="host", **common[who]))
     return rows
 
 
-def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
+def run(budget_s: float, *, peers: tuple[str, ...] = (), keep: Keep = lambda rows: None) -> list[dict]:
     """All rows of the section that fit in the budget, most wanted first; ``peers`` may name fla."""
-    fla = _peer() if "fla" in peers else None
-    rows = []
-    for case in Budget(budget_s).over(CASES):
-        rows += (prompts if isinstance(case, Prompts) else steps)(case, fla)
-        torch.cuda.empty_cache()
-    return rows
+    measure = lambda case, *how: (prompts if isinstance(case, Prompts) else steps)(case, *how)
+    return alone_then_beside("conv", CASES, tuple(who for who in peers if who == "fla"), measure, budget=Budget(budget_s),
+                             keep=keep, lacks=lacks)

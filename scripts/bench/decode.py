@@ -7,6 +7,7 @@ its output and the states it leaves are compared with the fp64 oracle on the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from kdagen.ops.decode import fused_recurrent_kda
 from kdagen.ops.decode_step import kda_decode_step
 from kdagen.ops.norm import gated_rmsnorm
 
-from .common import Budget, interleaved, peer, relative_error, row, sets_needed, skipped, time_host
+from ._passes import Keep, alone_then_beside, in_turn
+from .common import Budget, limit, relative_error, row, sets_needed, skipped, time_host
 
 K = V = 128
 DTYPE = torch.bfloat16
@@ -68,7 +70,7 @@ class Rival(NamedTuple):
 class Bench(NamedTuple):
     """A case set up: its rivals, the tables they rotate over, the pool they work on, and the oracle's (output, states)."""
 
-    rivals: dict[str, Rival | None]
+    rivals: dict[str, Rival]
     tables: list[torch.Tensor]
     pool: torch.Tensor
     answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -96,7 +98,7 @@ def _tables(slots: int, *shape: int) -> list[torch.Tensor]:
     return list(torch.randperm(slots, device="cuda").int().view(-1, *shape))
 
 
-def recurrent(case: Recurrent, fla) -> Bench:
+def recurrent(case: Recurrent, peers: tuple[str, ...]) -> Bench:
     N, H, T = case.seqs, case.heads, 1 + case.drafts
     moved = N * H * K * V * case.state.itemsize * (1 + T) + N * T * H * (K * 4 + V) * 2
     pool = _pool(sets_needed(moved) * N * T, H, case.state)
@@ -119,7 +121,11 @@ def recurrent(case: Recurrent, fla) -> Bench:
             num_accepted_tokens=None if accepted is None else accepted[:CHECKED])
         return o, states
 
-    rivals = {"kdagen": Rival(ours), "fla": Rival(theirs, "fused_recurrent_kda_fwd, in place") if fla else None}
+    rivals = {"kdagen": Rival(ours)}
+    if "fla" in peers:
+        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd as fla
+
+        rivals["fla"] = Rival(theirs, "fused_recurrent_kda_fwd, in place")
     return Bench(rivals, _tables(len(pool), N, T) if case.drafts else _tables(len(pool), N), pool, answer, moved)
 
 
@@ -161,53 +167,50 @@ def step(case: Step) -> Bench:
     return Bench(rivals, _tables(len(pool), N), pool, answer, moved)
 
 
-def _race(name: str, op: str, sizes: dict, bench: Bench, tolerance: tuple[float, float]) -> list[dict]:
+def _race(name: str, op: str, sizes: dict, bench: Bench, tolerance: tuple[float, float], seconds: float) -> list[dict]:
     """Check each rival on slots that no other has touched, then time those that are right, their replays in turn."""
-    rows, right = [], {}
+    rows, calls, common = [], {}, {}
     for at, (who, rival) in enumerate(bench.rivals.items()):
-        if rival is None:
-            rows.append(skipped("decode", name, who, "not importable here"))
-            continue
-        table = bench.tables[at % len(bench.tables)]
+        peer, table = not who.startswith("kdagen"), bench.tables[at % len(bench.tables)]
         want, states = bench.answer(table)
         slots = table[:CHECKED].flatten().long()
-        out = rival.call(table)[:CHECKED]
-        error, state = relative_error(out, want), relative_error(bench.pool[slots], states)
+        try:
+            with limit(seconds if peer else math.inf):
+                error = relative_error(rival.call(table)[:CHECKED], want)
+            state = relative_error(bench.pool[slots], states)
+        except Exception as failure:  # a peer that cannot run a case is a line of the report
+            if not peer:
+                raise
+            rows.append(skipped("decode", name, who, f"{type(failure).__name__}: {failure}"[:200]))
+            continue
         limits = (3 * OUTPUT, OUTPUT) if "apart" in who else tolerance  # the ops round to bf16 what they hand on
         if error > limits[0] or state > limits[1]:
             rows.append(skipped("decode", name, who, f"wrong: relative errors {error:.2e}, states {state:.2e}"))
             continue
-        right[who] = rival, dict(err=error, err_against="fp64 oracle", op=op, state_err=state, note=rival.note, **sizes)
-    calls = [[lambda rival=rival, table=table: rival.call(table) for table in bench.tables] for rival, _ in right.values()]
-    for (who, (rival, common)), timing in zip(right.items(), interleaved(calls)):
-        rows.append(row("decode", name, who, timing, how="graph", bytes_moved=bench.moved, **common))
-        host = time_host(lambda rival=rival: rival.call(bench.tables[0]))
-        rows.append(row("decode", name, who, host, how="host", **common))
+        calls[who] = [lambda rival=rival, table=table: rival.call(table) for table in bench.tables]
+        common[who] = dict(err=error, err_against="fp64 oracle", op=op, state_err=state, note=rival.note, **sizes)
+    timings, failed = in_turn(calls)
+    rows += [skipped("decode", name, who, why) for who, why in failed.items()]
+    for who, timing in timings.items():
+        rows += [row("decode", name, who, timing, how="graph", bytes_moved=bench.moved, **common[who]),
+                 row("decode", name, who, time_host(calls[who][0]), how="host", **common[who])]
     return rows
 
 
-def _peer():
-    """fla-core's in-place recurrent decode, or None."""
-    if peer("fla") is None:
-        return None
-    try:
-        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
-    except ImportError:
-        return None
-    return fused_recurrent_kda_fwd
+def lacks(case: Recurrent | Step, who: str) -> str | None:
+    return "it has no fused step" if isinstance(case, Step) else None
 
 
-def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
+def measure(case: Recurrent | Step, peers: tuple[str, ...], seconds: float) -> list[dict]:
+    sizes = dict(seqs=case.seqs, heads=case.heads, tokens=case.seqs)
+    if isinstance(case, Step):
+        return _race(case.name, "kda_decode_step", sizes, step(case), (OUTPUT, STATE[torch.float32]), seconds)
+    sizes |= dict(drafts=case.drafts, state=str(case.state).removeprefix("torch."), tokens=case.seqs * (1 + case.drafts))
+    return _race(case.name, "fused_recurrent_kda", sizes, recurrent(case, peers), (OUTPUT, STATE[case.state]),
+                 seconds)
+
+
+def run(budget_s: float, *, peers: tuple[str, ...] = (), keep: Keep = lambda rows: None) -> list[dict]:
     """All rows of the section that fit in the budget, most wanted first; ``peers`` may name fla."""
-    fla = _peer() if "fla" in peers else None
-    rows = []
-    for case in Budget(budget_s).over(CASES):
-        sizes = dict(seqs=case.seqs, heads=case.heads, tokens=case.seqs)
-        if isinstance(case, Step):
-            rows += _race(case.name, "kda_decode_step", sizes, step(case), (OUTPUT, STATE[torch.float32]))
-        else:
-            sizes |= dict(drafts=case.drafts, state=str(case.state).removeprefix("torch."),
-                          tokens=case.seqs * (1 + case.drafts))
-            rows += _race(case.name, "fused_recurrent_kda", sizes, recurrent(case, fla), (OUTPUT, STATE[case.state]))
-        torch.cuda.empty_cache()
-    return rows
+    return alone_then_beside("decode", CASES, tuple(who for who in peers if who == "fla"), measure,
+                             budget=Budget(budget_s), keep=keep, lacks=lacks)

@@ -7,9 +7,10 @@ anything is timed, two heads of its output and of its final state are compared w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from kdagen import reference
 from kdagen.ops.metadata import step_tables
 from kdagen.ops.prefill import chunk_kda
 
-from .common import Budget, interleaved, peer, relative_error, rotate, row, skipped, time_eager, time_host
+from ._passes import Keep, alone_then_beside, in_turn
+from .common import Budget, limit, relative_error, rotate, row, skipped, time_eager, time_host
 
 K = V = 128
 LOWER_BOUND = -5.0
@@ -105,8 +107,6 @@ def flashkda(setting: Setting, out: torch.Tensor) -> Callable:
     """FlashKDA, which knows the bounded gate only."""
     from flash_kda import fwd
 
-    if "lower_bound" not in setting.options:
-        raise ValueError("it has no softplus gate")
     edges, options = None if len(setting.host) == 2 else setting.edges.long(), setting.options
     state = torch.empty(len(setting.host) - 1, out.shape[2], V, K, device="cuda")
 
@@ -117,69 +117,66 @@ def flashkda(setting: Setting, out: torch.Tensor) -> Callable:
     return call
 
 
-RIVALS = {"fla": fla, "flashkda": flashkda}
+RIVALS = {"flashkda": flashkda, "fla": fla}  # the one that needs no tuning first
 
 
-def error(found: tuple[torch.Tensor, torch.Tensor], inputs: Inputs, setting: Setting) -> float:
+def lacks(case: Case, who: str) -> str | None:
+    return "it has no softplus gate" if who == "flashkda" and case.gate != "bounded" else None
+
+
+@cache
+def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final states of the first and the last head, from the inputs of seed 1, in fp64."""
+    setting, inputs, heads = Setting.of(case), Inputs.of(case, 1), torch.tensor([0, case.heads - 1], device="cuda")
+    options = {name: x[heads] if torch.is_tensor(x) else x for name, x in setting.options.items()}
+    return reference.chunk_kda(*(x[:, :, heads] for x in inputs), **options, **IN_KERNEL, output_final_state=True,
+                               cu_seqlens=setting.host)
+
+
+def error(case: Case, found: tuple[torch.Tensor, torch.Tensor]) -> float:
     """The larger relative error of o and of the final state, of the first and the last head; infinite where not finite."""
     if not all(bool(torch.isfinite(x).all()) for x in found):
         return float("inf")
-    heads = torch.tensor([0, inputs.q.shape[2] - 1], device="cuda")
-    options = {name: x[heads] if torch.is_tensor(x) else x for name, x in setting.options.items()}
-    o, state = reference.chunk_kda(*(x[:, :, heads] for x in inputs), **options, **IN_KERNEL, output_final_state=True,
-                                   cu_seqlens=setting.host)
+    o, state = expected(case)
+    heads = torch.tensor([0, case.heads - 1], device="cuda")
     return max(relative_error(found[0][:, :, heads], o), relative_error(found[1][:, heads], state))
 
 
-def measure(case: Case, peers: tuple[str, ...]) -> list[dict]:
+def measure(case: Case, peers: tuple[str, ...], seconds: float) -> list[dict]:
+    """Rows of one case: ours and the peers whose first call takes no longer than that, checked, then timed in turn."""
     setting = Setting.of(case)
     T, H, N = sum(case.lengths), case.heads, len(case.lengths)
     moved = T * H * (4 * K + V) * 2 + 2 * T * H + N * H * K * V * 4  # q, k, g, v, beta in; o and the states out
-    sizes = dict(tokens=T, seqs=N, heads=H, gate=case.gate)
     out = torch.full((1, T, H, V), float("nan"), device="cuda", dtype=torch.bfloat16)
     calls = {"kdagen": lambda inputs: ours(inputs, setting, out)}
-    first, rows, errors = Inputs.of(case, 1), [], {}
+    first, rows, common = Inputs.of(case, 1), [], {}
     for who in ("kdagen", *peers):
         try:
-            call = calls.get(who) or RIVALS[who](setting, torch.full_like(out, float("nan")))
-            errors[who] = error(call(first), first, setting)
+            with limit(seconds if who in peers else math.inf):
+                calls[who] = calls.get(who) or RIVALS[who](setting, torch.full_like(out, float("nan")))
+                err = error(case, calls[who](first))
         except Exception as failure:  # a peer that cannot run a case is a line of the report
             if who == "kdagen":
                 raise
             rows.append(skipped("prefill", case.name, who, f"{type(failure).__name__}: {failure}"[:200]))
-            continue
-        if errors[who] > TOLERANCE:
-            rows.append(skipped("prefill", case.name, who, f"wrong: error {errors[who]:.1e}"))
             calls.pop(who, None)
-        else:
-            calls[who] = call
-    data = rotate(lambda seed: Inputs.of(case, 10 + seed), moved) if calls else []
-    sets = [[partial(call, inputs) for inputs in data] for call in calls.values()]
-    common = dict(err_against="fp64 chunk form, two heads", **sizes)
-    try:
-        timings = dict(zip(calls, interleaved(sets, budget_ms=150.0))) if sets else {}
-    except RuntimeError as failure:  # a peer that cannot be captured: ours alone
-        rows += [skipped("prefill", case.name, who, f"graph: {failure}"[:200]) for who in calls if who != "kdagen"]
-        timings = dict(zip(["kdagen"], interleaved(sets[:1], budget_ms=150.0)))
+            continue
+        if err > TOLERANCE:
+            rows.append(skipped("prefill", case.name, who, f"wrong: error {err:.1e}"))
+            del calls[who]
+        common[who] = dict(err=err, err_against="fp64 chunk form, two heads", tokens=T, seqs=N, heads=H, gate=case.gate)
+    data = rotate(lambda seed: Inputs.of(case, 10 + seed), moved)
+    sets = {who: [partial(call, inputs) for inputs in data] for who, call in calls.items()}
+    timings, failed = in_turn(sets, budget_ms=150.0)
+    rows += [skipped("prefill", case.name, who, why) for who, why in failed.items()]
     for who, timing in timings.items():
-        rows.append(row("prefill", case.name, who, timing, how="graph", bytes_moved=moved, err=errors[who], **common))
-    for who, group in zip(calls, sets):
-        rows.append(row("prefill", case.name, who, time_eager(group), how="eager", err=errors[who], **common))
-        rows.append(row("prefill", case.name, who, time_host(group[0]), how="host", err=errors[who], **common))
+        rows += [row("prefill", case.name, who, timing, how="graph", bytes_moved=moved, **common[who]),
+                 row("prefill", case.name, who, time_eager(sets[who]), how="eager", **common[who]),
+                 row("prefill", case.name, who, time_host(sets[who][0]), how="host", **common[who])]
     return rows
 
 
-def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
-    """Rows of the cases that fit the budget, the ones of the README's table first: ours alone, then again beside the peers.
-
-    A peer's first call of a number of heads compiles and tunes for many seconds; ours are on the report whatever that takes.
-    """
-    missing = [skipped("prefill", "all", name, "not installed") for name in peers if peer(name) is None]
-    found = tuple(name for name in peers if peer(name) is not None)
-    rows: dict[Case, list[dict]] = {}
-    budget = Budget(budget_s)
-    for present in ((), found) if found else ((),):
-        for case in budget.over(CASES):
-            rows[case] = measure(case, present)
-            torch.cuda.empty_cache()
-    return missing + [one for case in CASES for one in rows.get(case, [])]
+def run(budget_s: float, *, peers: tuple[str, ...] = (), keep: Keep = lambda rows: None) -> list[dict]:
+    """Rows of the cases that fit the budget, the ones of the README's table first: ours, then beside one peer, then both."""
+    return alone_then_beside("prefill", CASES, tuple(who for who in RIVALS if who in peers), measure,
+                             budget=Budget(budget_s), keep=keep, lacks=lacks)
