@@ -7,6 +7,7 @@ them. Where this Triton's launcher is not of the known build, ``MapKernel.of`` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,6 @@ class Tiles(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str = "zero"
-
-
-def address(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def kind(x: torch.Tensor | None) -> tuple | None:
@@ -101,6 +98,7 @@ class MapKernel:
         """Columns of the kernel's ``index``-th descriptor tile."""
         return self._boxes[index]
 
-    def launch(self, programs: int, stream: int, args: tuple) -> None:
-        """Launch ``programs`` programs on a raw stream; args in signature order, each descriptor as ``map`` gives it."""
-        self._raw(programs, 1, 1, stream, *self._fixed, *args)
+    def launch(self, programs: int, stream: int, args: tuple) -> tuple[Callable, tuple]:
+        """(function, arguments) that launch ``programs`` programs on a raw stream, as often as they are called; args in
+        signature order, each descriptor as ``map`` gives it."""
+        return self._raw, (programs, 1, 1, stream, *self._fixed, *args)

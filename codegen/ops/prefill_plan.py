@@ -19,6 +19,7 @@ from kdagen import dispatch, families
 from kdagen.families.prefill_prepare import padded
 from kdagen.ops import prefill_sm90
 from kdagen.ops._common import DTYPE_NAMES, target_of
+from kdagen.ops._lanes import Constants
 from kdagen.ops._tensor_maps import token_tiles
 from kdagen.ops.metadata import step_tables
 from kdagen.spec import Problem, Spec, Target, Variant
@@ -30,8 +31,8 @@ SEGMENT_HEADS = 16                # above so many heads in all sequences, none i
 WHOLE = 1 << 30                   # chunks of the only segment of an uncut sequence
 
 _portable = dispatch.memo("chunk_kda portable")
-_matrices: dict = {}
-_uniform: dict = {}
+_matrices = Constants(256)
+_uniform = Constants(1024)
 
 
 class Kernels(NamedTuple):
@@ -143,35 +144,20 @@ def _pick(spec: Spec, problem: Problem, target: Target, portable: bool) -> dispa
     return choice
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def matrices_of(module, like: torch.Tensor) -> torch.Tensor:
-    """The constant matrices of a prepare module on a device, made once (inside a graph's capture: for that graph)."""
-    key = (module.__name__, like.device)
-    found = _matrices.get(key)
-    if found is None:
-        found = module.matrices(like.device)
-        if not is_capturing(like):
-            _matrices[key] = found
-    return found
+    """The constant matrices of a prepare module on a device, made once, ready for the current stream."""
+    return _matrices.get((module.__name__, like.device), like, lambda: (module.matrices(like.device),))[0]
 
 
-def uniform_tables(batch: int, tokens: int, chunk: int, like: torch.Tensor):
+def uniform_tables(batch: int, tokens: int, chunk: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(cu_seqlens, chunk_offsets, chunk_rows) of a batch of equally long sequences, made once for each shape."""
-    key = (batch, tokens, chunk, like.device)
-    found = _uniform.get(key)
-    if found is None:
+    def make():
         edges = torch.arange(batch + 1, dtype=torch.int32)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=like.device).mul_(tokens)
         tables = step_tables(cu_seqlens, edges.mul_(tokens), chunk_size=chunk, rows=True, checked=False)
-        found = cu_seqlens, tables.chunk_offsets, tables.chunk_rows
-        if not is_capturing(like):
-            if len(_uniform) > 256:
-                _uniform.clear()
-            _uniform[key] = found
-    return found
+        return cu_seqlens, tables.chunk_offsets, tables.chunk_rows
+
+    return _uniform.get((batch, tokens, chunk, like.device), like, make)
 
 
 def segments_of(call: Call) -> int:
@@ -194,16 +180,16 @@ def run(call: Call) -> None:
     """Launch the whole forward on the current stream; the caller has made the tensors' device the current one."""
     if call.N * call.HV == 0:
         return
-    if call.kernels.hopper:
-        if prefill_sm90.run(call, matrices_of):
-            return
-        if any(token_tiles(x) is None for x in (call.q, call.k, call.v, call.g)):
+    if not (call.kernels.hopper and prefill_sm90.run(call, matrices_of)):
+        if call.kernels.hopper and any(token_tiles(x) is None for x in (call.q, call.k, call.v, call.g)):
             call = call._replace(kernels=portable_of(call))
-    segments = segments_of(call)
-    if segments > 1:
-        run_segments(call, segments)
-    else:
-        run_windows(call)
+        segments = segments_of(call)
+        if segments > 1:
+            run_segments(call, segments)
+        else:
+            run_windows(call)
+    _matrices.settle()
+    _uniform.settle()
 
 
 def prepare(call: Call, buffers: Buffers, row_begin: int, row_end: int, slot_base: int) -> None:

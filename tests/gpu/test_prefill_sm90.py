@@ -1,10 +1,12 @@
 """The sm90 forms of prefill on the device: against fp64, and the same bits however a call is cut."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from kdagen import devices, loader, reference
-from kdagen.ops import prefill_plan, prefill_sm90
+from kdagen.ops import _lanes, prefill_plan, prefill_sm90
 from kdagen.ops.metadata import step_tables
 from kdagen.spec import Schedule, Spec, Variant
 
@@ -117,8 +119,12 @@ def test_grouped_heads_and_cuts(rng, H, HV):
     for cuts in ((0, 4, 6, 8), (0, 1, 8), tuple(range(9))):
         other = run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("windows", cuts))
         assert torch.equal(out, other[0]) and torch.equal(state, other[1]), f"windows {cuts} changed the bits"
-    for segments, chunks in ((2, 4), (3, 3), (8, 1)):
-        check(*run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("segments", (), segments, chunks)), want)
+    for segments, chunks, head in ((2, 4, 1), (3, 3, 1), (8, 1, 1), (8, 1, 3), (4, 2, 3)):
+        whole = run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("segments", (), segments, chunks, head))
+        check(*whole, want)
+        for cuts in ((0, 4, 8), (0, 1, 3, 5, 8)):
+            other = run(make_call(x, [500], h_in=h0), prefill_sm90.Plan("segments", cuts, segments, chunks, head))
+            assert torch.equal(whole[0], other[0]) and torch.equal(whole[1], other[1]), f"windows {cuts} changed the bits"
 
 
 def test_issue_limits_on_random_inputs(rng):
@@ -203,19 +209,101 @@ def test_later_tokens_change_nothing(rng, T, kind):
         assert torch.equal(out[:, :T - last], run(make_call(shorter, [T - last]), SERIAL)[0])
 
 
-@pytest.mark.parametrize("T, HV", [(64 * 64, 16), (64 * 24, 4)], ids=["windows", "segments"])
-def test_in_a_graph(rng, T, HV):
-    x = inputs(rng, T, HV)
-    call = make_call(x, [T])
-    out, state = (t.clone() for t in run(call))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert prefill_sm90.run(call, prefill_plan.matrices_of)
+CUTS = {"serial": SERIAL, "windows": prefill_sm90.Plan("windows", (0, 8, 16, 24)),
+        "segments": prefill_sm90.Plan("segments", (), 4, 6), "both": prefill_sm90.Plan("segments", (0, 8, 16, 24), 8, 3, 4)}
+
+
+def poison(call):
     call.out.fill_(NAN)
     call.h_out.fill_(NAN)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_in_a_graph(rng, cut):
+    x = inputs(rng, 64 * 24, 4)
+    call = make_call(x, [64 * 24])
+    out, state = (t.clone() for t in run(call, cut))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+    for _ in range(2):
+        poison(call)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, call.out) and torch.equal(state, call.h_out)
+    poison(call)
+    run(call, cut)  # the events of a capture serve eager calls again
+    assert torch.equal(out, call.out) and torch.equal(state, call.h_out)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_threads_on_streams_of_their_own(rng, cut):
+    calls = [make_call(inputs(rng, 64 * 24, 4), [64 * 24]) for _ in range(3)]
+    wanted = [tuple(t.clone() for t in run(call, cut)) for call in calls]
+    for call in calls:
+        poison(call)
+    torch.cuda.synchronize()
+
+    def work(call):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+            torch.cuda.current_stream().synchronize()
+            return call.out.clone(), call.h_out.clone()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for (out, state), want in zip(pool.map(work, calls), wanted):
+            assert torch.equal(out, want[0]) and torch.equal(state, want[1])
+
+
+def test_what_follows_on_the_stream_waits_for_the_other_streams(rng):
+    """The workspace goes back to the allocator at once: what takes it up must come after all that still uses it."""
+    x = inputs(rng, 64 * 24, 4)
+    for cut in CUTS.values():
+        call = make_call(x, [64 * 24])
+        out, state = (t.clone() for t in run(call, cut))
+        for _ in range(20):
+            poison(call)
+            assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+            torch.empty(40 << 20, dtype=torch.uint8, device="cuda").fill_(255)
+            assert torch.equal(out, call.out) and torch.equal(state, call.h_out), cut.form
+
+
+def slow_constants(value):
+    """A maker of constants that takes the device some milliseconds."""
+    def make():
+        torch.cuda._sleep(20_000_000)
+        return (torch.full((1024,), value, device="cuda"),)
+    return make
+
+
+def test_constants_are_ready_on_any_stream():
+    like, made = torch.empty(1, device="cuda"), _lanes.Constants(2)
+    torch.cuda.synchronize()
+    made.get("a", like, slow_constants(7.0))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (found,) = made.get("a", like, slow_constants(8.0))
+        assert (found == 7).all()
+    torch.cuda.synchronize()
+    made.settle()
+    assert not made._pending
+    made.get("b", like, slow_constants(7.0))
+    assert made.get("c", like, slow_constants(9.0))[0][0] == 9, "past the limit"
+    assert made.get("c", like, slow_constants(10.0))[0][0] == 10, "past the limit nothing is kept"
+
+
+def test_a_capture_makes_constants_that_the_device_may_not_have():
+    like, made, graph = torch.empty(1, device="cuda"), _lanes.Constants(8), torch.cuda.CUDAGraph()
+    out, stream = torch.zeros(1024, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        made._made["a"] = _lanes.Made((torch.zeros(0),), torch.cuda.Event())  # as if in the making elsewhere
+        out.copy_(made.get("a", like, lambda: (torch.full((1024,), 3.0, device="cuda"),))[0])
+        graph.capture_end()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, call.out) and torch.equal(state, call.h_out)
+    assert (out == 3).all()
 
 
 def test_never_waits_for_the_device(rng):

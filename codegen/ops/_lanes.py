@@ -1,0 +1,122 @@
+"""Streams and events beside the caller's stream, and constants for any stream; nothing here waits for the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from kdagen.ops._prefill_cut import HIGH, MAIN, MAPS, SIDE
+
+PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5}  # the state pass and the maps: their programs are placed first
+MAX_CALLS = 1024  # bound calls that a thread remembers on a device
+
+
+class Lanes:
+    """The streams and events of one thread on one device, made once and used again by every call.
+
+    Threads do not share them: a wait takes up the latest record of its event, whoever made that.
+    """
+
+    def __init__(self, device: int):
+        self.device = device
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.events: list[torch.cuda.Event] = []
+        self.calls: dict = {}  # a layout and all addresses -> the C functions to call, with their arguments
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """A stream of _prefill_cut's names: the current one, or one of the thread's own."""
+        if name == MAIN:
+            return torch.cuda.current_stream(self.device)
+        found = self.streams.get(name)
+        if found is None:
+            found = self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITY[name])
+        return found
+
+    def event(self, index: int) -> torch.cuda.Event:
+        while index >= len(self.events):
+            self.events.append(torch.cuda.Event())
+        return self.events[index]
+
+    def record(self, index: int, stream: torch.cuda.Stream) -> tuple[Callable, tuple]:
+        """(function, arguments) that record an event: torch's C method, past the Python around it."""
+        return super(torch.cuda.Event, self.event(index)).record, (stream,)
+
+    def wait(self, index: int, stream: torch.cuda.Stream) -> tuple[Callable, tuple]:
+        """(function, arguments) that make a stream wait for an event."""
+        return super(torch.cuda.Event, self.event(index)).wait, (stream,)
+
+
+_LOCAL = threading.local()
+
+
+def lanes(device: int) -> Lanes:
+    found = _LOCAL.__dict__.get(device)
+    if found is None:
+        found = _LOCAL.__dict__[device] = Lanes(device)
+    return found
+
+
+class Constants:
+    """Tensors on a device that are computed once, on whatever stream is the current one, and then read on any.
+
+    Until the device is known to be done with them (it is asked in passing, never waited for), every reader's stream waits
+    for their event; a graph's capture makes its own, as it cannot wait for work outside of it. They are never dropped, since
+    a graph or another stream may still read them: once ``limit`` of them are kept, the others are made in each call.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._made: dict = {}            # key -> Made
+        self._pending: list[Made] = []   # those that the device may not be done with
+
+    def get(self, key, like: torch.Tensor, make: Callable[[], tuple]) -> tuple:
+        """The tensors of ``key``, which ``make()`` computes on the current stream of ``like``'s device, the current one."""
+        found = self._made.get(key)
+        if found is None:
+            return self._first(key, like, make)
+        if found.event is not None and not found.over():
+            if torch.cuda.is_current_stream_capturing():
+                return make()
+            found.event.wait()
+        return found.tensors
+
+    def _first(self, key, like: torch.Tensor, make: Callable[[], tuple]) -> tuple:
+        made = Made(make(), None)
+        if is_capturing(like) or len(self._made) >= self.limit:
+            return made.tensors
+        if like.is_cuda:
+            made.event = torch.cuda.Event()
+            made.event.record()
+            self._pending.append(made)
+        self._made[key] = made
+        return made.tensors
+
+    def settle(self) -> None:
+        """Ask the device for those it was not done with, so that a capture after this call need not make its own."""
+        if self._pending:
+            self._pending = [made for made in self._pending if made.event is not None and not made.over()]
+
+
+class Made:
+    """Tensors, and the event after their making until it is known to have happened."""
+
+    __slots__ = ("event", "tensors")
+
+    def __init__(self, tensors: tuple, event: torch.cuda.Event | None):
+        self.tensors, self.event = tensors, event
+
+    def over(self) -> bool:
+        """Whether the device is done; False inside a capture, which must not ask."""
+        event = self.event
+        if event is None:
+            return True
+        if torch.cuda.is_current_stream_capturing() or not event.query():
+            return False
+        self.event = None
+        return True
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
