@@ -76,10 +76,10 @@ def triton_version() -> str:
 
 
 @cache
-def rows_for(arch: str) -> tuple[table.Row, ...]:
-    """All rows of all tables of an architecture, bad lines logged once and passed over."""
+def rows_for(arch: str, kind: str = "jsonl") -> tuple[table.Row, ...]:
+    """All rows of all tables of an architecture (kind swept: of kept defaults), bad lines logged once and passed over."""
     skipped: list[str] = []
-    rows = [row for path in sorted((files.generated_dir() / "tuned").glob(f"{arch}-*.jsonl"))
+    rows = [row for path in sorted((files.generated_dir() / "tuned").glob(f"{arch}-*.{kind}"))
             for row in table.read(path, skipped=skipped)]
     for message in skipped:
         loader.warn_once(f"skipped a tuned row: {message}")
@@ -191,8 +191,26 @@ def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[
     family = families.get(spec.family)
     verdicts = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
     default = family.default(spec, target, problem)
-    verdicts.append(Verdict(default, None, None, unfit(spec, default, target) or "the family's default rule"))
-    return pick(spec, problem, target), verdicts
+    choice, why = pick(spec, problem, target), "the family's default rule"
+    row, measured = _swept(spec, family.load(spec, problem), target, default)
+    if row or choice.how == "default":
+        why += f"; {measured}"
+    verdicts.append(Verdict(default, row, None, unfit(spec, default, target) or why))
+    return choice, verdicts
+
+
+def _swept(spec: Spec, load: tuple[int, int], target: Target, default: Schedule) -> tuple[table.Row | None, str]:
+    """What a sweep found of the default at the nearest load where it was kept, within two octaves; and that in words."""
+    for schedule, row, place, how in rank(spec, load, target, rows_for(target.arch, "swept")):
+        if place is None or schedule != default:
+            continue
+        best = min(row.us, row.next_us or row.us)
+        apart = max(abs(a - b) for a, b in zip(row.load, table.bucket(load)))
+        away = f" {apart} octave{'s' * (apart > 1)} away" if apart else ""
+        where = f"swept{away}" + (f" on {row.env.get('slug')}" if how == "arch" else "")
+        found = f"within {row.us / best - 1:.1%} of the fastest" if row.us > best else "the fastest"
+        return row, f"{where}: {found} of {row.candidates or 'several'} schedules"
+    return None, "not swept near this load"
 
 
 def digest(target: Target | None = None) -> str:

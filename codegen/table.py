@@ -3,6 +3,10 @@
 A row is evidence, not code: it names what was measured, how it compares, how wrong the output was, and whether repeats
 agreed to the bit. Without ``err`` and ``repeat`` it is no row. A row whose ``inputs`` (the hash of template, Spec and
 blocks) is not today's is stale: dispatch skips it, ``kdagen tuned prune`` removes it.
+
+Beside a table lies what else its sweeps found, <arch>-<slug>.swept: rows of the same form that name the default rule's
+schedule, one for each load bucket where no other gained enough to become a tuned row. Dispatch does not read them, explain
+and status do.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Row:
     repeat: int                    # bitwise-equal repeats
     inputs: str
     env: dict = field(default_factory=dict, compare=False)  # gpu, sms, triton, torch, cuda, how
+    candidates: int | None = field(default=None, compare=False)  # schedules that ran at this load
 
     @property
     def spec(self) -> Spec:
@@ -62,6 +67,8 @@ class Row:
             row = cls(**data)
             if not isinstance(row.env, dict) or len(row.load) != 2:
                 raise ValueError("load takes two numbers, env a dictionary")
+            if row.candidates is not None and (type(row.candidates) is not int or row.candidates < 1):
+                raise ValueError(f"candidates is {row.candidates!r}")
             for name in ("us", "default_us", "err", "noise"):
                 value = getattr(row, name)
                 if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
@@ -88,6 +95,11 @@ def triton_minor(version: str) -> tuple[int, int]:
 
 def path_of(arch: str, slug: str, folder: Path | None = None) -> Path:
     return (folder or files.generated_dir() / "tuned") / f"{arch}-{slug}.jsonl"
+
+
+def swept_path(path: Path) -> Path:
+    """Where a table's rows of kept defaults lie: beside it."""
+    return path.with_suffix(".swept")
 
 
 def read(path: Path, *, skipped: list[str] | None = None) -> list[Row]:
@@ -151,6 +163,13 @@ def merge(old: list[Row], new: list[Row]) -> list[Row]:
                 not is_stale(row) and replaces(row, holder)):
             best[key] = row
     return sorted(best.values())
+
+
+def settle(old: list[Row], new: list[Row], tuned: list[Row]) -> list[Row]:
+    """The rows of kept defaults: the newest of each key, none that is stale, none where a fresh tuned row chooses."""
+    newest = {row.key: row for row in [*old, *new] if not is_stale(row)}
+    taken = {row.key for row in tuned if not is_stale(row)}
+    return sorted(row for key, row in newest.items() if key not in taken)
 
 
 def _same_choice(a: Row, b: Row) -> bool:

@@ -262,6 +262,24 @@ def test_explain_tells_winner_losers_and_default(toy):  # noqa: F811
     assert told[DEFAULT] == (None, "the family's default rule")
 
 
+@pytest.mark.parametrize("kept, told", [
+    ([], "not swept near this load"),
+    ([(DEFAULT, dict(us=10.0, next_us=11.0, candidates=14))], "swept: the fastest of 14 schedules"),
+    ([(DEFAULT, dict(us=10.0, next_us=9.92, candidates=14))], "swept: within 0.8% of the fastest of 14 schedules"),
+    ([(DEFAULT, dict(load=(6, 6), us=10.0, next_us=None))], "swept 1 octave away: the fastest of several schedules"),
+    ([(DEFAULT, dict(load=(5, 4), us=10.0, candidates=3)), (DEFAULT, dict(load=(8, 6), us=10.0, next_us=9.0))],
+     "swept 2 octaves away: the fastest of 3 schedules"),
+    ([(DEFAULT, dict(us=10.0, candidates=2, slug="h100"))], "swept on h100: the fastest of 2 schedules"),
+    ([(DEFAULT, dict(inputs="0" * 64))], "not swept near this load"),
+    ([(TUNED, dict(us=10.0, next_us=11.0))], "not swept near this load"),
+], ids=["never", "fastest", "within", "near", "nearest", "arch", "stale", "another default"])
+def test_explain_tells_what_a_sweep_found_of_the_default(toy, kept, told):  # noqa: F811
+    install(toy, *(row(schedule, **changes) for schedule, changes in kept), name="sm90-h200.swept")
+    choice, verdicts = dispatch.explain(spec(), PROBLEM, H200)
+    assert (choice.how, choice.schedule) == ("default", DEFAULT), "kept defaults choose nothing"
+    assert [verdict.why for verdict in verdicts] == [f"the family's default rule; {told}"]
+
+
 def test_threads_agree(toy):  # noqa: F811
     install(toy, *(row(Schedule.make(bv=bv, warps=1), load=(load, 6)) for bv, load in ((8, 5), (32, 6), (64, 7))))
     problems = [Problem(64, 1, heads) for heads in (16, 32, 64, 128, 256)]

@@ -9,6 +9,7 @@ from inputs import relative, sliced
 from kdagen import families
 from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.families.base import next_power_of_2
 from kdagen.ops.norm import gated_rmsnorm
 from kdagen.spec import Problem, Spec
 
@@ -111,3 +112,15 @@ def test_every_default_is_supported_and_announced():
             assert family.supports(spec, schedule, None) is None
             assert schedule in family.default_schedules(spec)
     assert "1..4096" in family.supports(Spec.make("rmsnorm", v=8192, dtype="bf16"), schedule, None)
+
+
+def test_all_schedules_sum_a_row_in_the_same_order():
+    """Which one runs depends on the batch, a row's bits must not. The interpreter cannot see it: the rule is held here."""
+    family = families.get("rmsnorm")
+    for v, dtype in ((128, "bf16"), (128, "fp32"), (16, "fp16"), (700, "bf16"), (4096, "fp32")):
+        spec = Spec.make("rmsnorm", v=v, dtype=dtype)
+        default = family.default(spec)
+        allowed = [s for s in (*family.candidates(spec), default) if family.supports(spec, s, None) is None]
+        assert {s.warps for s in allowed} == {default.warps}
+        size = next_power_of_2(v) * (4 if dtype == "fp32" else 2)
+        assert min(s.block["br"] * size / (32 * s.warps) for s in allowed) >= 16 and default in allowed

@@ -174,3 +174,31 @@ def test_variants_named_by_the_tables(toy):  # noqa: F811
 def test_rows_are_plain_values():
     row = toy_family.row()
     assert replace(row, env={}) == row, "env is evidence, not identity"
+
+
+@pytest.mark.parametrize("candidates", [0, -1, "many", 1.5, True])
+def test_odd_numbers_of_candidates(candidates):
+    data = json.loads(toy_family.row().line()) | {"candidates": candidates}
+    with pytest.raises(CorruptFile):
+        table.Row.of_line(json.dumps(data), "x:1")
+
+
+def test_rows_of_before_candidates_were_counted_are_read():
+    data = json.loads(toy_family.row(candidates=14).line())
+    assert table.Row.of_line(json.dumps(data), "x:1").candidates == 14
+    del data["candidates"]
+    assert table.Row.of_line(json.dumps(data), "x:1").candidates is None
+
+
+def test_of_kept_defaults_the_newest_fresh_ones_stay_where_no_row_chooses(tmp_path):
+    at = lambda load, **changes: toy_family.row(load=(load, 1), **changes)
+    stale = {"inputs": "0" * 64}
+    old = [at(1, us=9.0), at(2, us=9.0), at(3, **stale), at(4)]
+    new = [at(2, us=10.0), at(5), at(6, **stale)]
+    tuned = [at(4, us=8.0), at(5, us=8.0, **stale)]
+    assert table.settle(old, new, tuned) == [at(1, us=9.0), at(2, us=10.0), at(5)]
+    assert table.settle(old, [], []) == [at(1, us=9.0), at(2, us=9.0), at(4)]
+    path = table.swept_path(table.path_of("sm90", "h200", tmp_path))
+    assert path.name == "sm90-h200.swept"
+    toy_family.dispatch.files.write_if_different(path, "")
+    assert table.variants(tmp_path) == set(), "what is kept by default is not rendered for it"

@@ -102,3 +102,14 @@ def test_installed_rows_are_what_pick_finds(toy):  # noqa: F811
     install(toy, *choose.rows(spec(), [finals((5, 6), {DEFAULT: 10.0, A: 8.0})], ENV, H200))
     assert dispatch.pick(spec(), Problem(64, 1, 32), H200).schedule == A
     assert families.get("toy").load(spec(), Problem(64, 1, 32)) == (32, 64)
+
+
+def test_buckets_left_to_the_default_say_what_it_took_and_the_best_beside_it():
+    at = [finals((0, 0), {DEFAULT: 20, A: 10.0}), finals((6, 0), {DEFAULT: 10.0, A: 9.9, B: 11})._replace(ran=7),
+          finals((9, 0), {A: 10.0})]
+    rows = choose.rows(spec(), at, ENV, H200)
+    assert [row.load for row in rows] == [(0, 0)]
+    (kept,) = choose.kept(spec(), at, rows, ENV)
+    assert (kept.load, kept.schedule, kept.us, kept.default_us, kept.next_us, kept.candidates) == (
+        (6, 0), DEFAULT, 10.0, 10.0, 9.9, 7)
+    assert kept.err == 1e-3 and kept.repeat == 20 and not table.is_stale(kept)

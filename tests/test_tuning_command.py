@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kdagen import devices, families
+from kdagen import devices, dispatch, families
 from kdagen.errors import ArgumentError, UnknownName
 from kdagen.spec import Problem, Schedule, Spec
 from kdagen.tuning import command, space
@@ -40,12 +40,26 @@ def test_a_dry_run_covers_every_family():
     result = run("--dry-run", "--points", "1")
     assert result.exit_code == 0
     for name in families.NAMES:
-        assert name == "stage_spec" or f"{name}__" in result.output, name
+        assert f"{name}__" in result.output, name
+
+
+def test_a_sweep_leaves_loads_next_to_a_more_wanted_one_out():
+    target = devices.named("h200")
+    plan = lambda every: command.plan(("recurrent",), None, ("bf16",), None, target, 0, 4, None, every)[0]
+    kept, every = plan(False), plan(True)
+    assert 0 < len(kept) < len(every) and set(kept) < set(every) and kept[0] == every[0]
+    for point in every:
+        near = [one for one in kept if one.spec == point.spec
+                and max(abs(a - b) for a, b in zip(one.load, point.load)) <= dispatch.MAX_OCTAVES]
+        assert near, f"{point.name} would find no row on {target.slug}"
+    points = [space.Point(SPEC, Problem(64, 1, heads)) for heads in (8, 16, 12, 64)]
+    assert space.spaced(points, (3, 0)) == points[:1] + points[3:], "8 and 64 heads are six octaves of squares apart"
+    assert space.spaced(points, (-1, -1)) == points
 
 
 @pytest.mark.parametrize("arguments, words", [
     (["--family", "nobody", "--dry-run"], "nobody"), (["--budget", "soon"], "20m"),
-    (["--family", "stage_spec", "--dry-run"], "docs/tuning.md"), (["--chunk-size", "48", "--family", "prefill_state",
+    (["--chunk-size", "48", "--family", "prefill_state",
                                                                    "--dry-run"], "no committed Spec"),
     (["--device", "h500", "--dry-run"], "h500"), ([], "--dry-run"),
 ])

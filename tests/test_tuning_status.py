@@ -35,9 +35,18 @@ def test_status(toy):  # noqa: F811
     columns, rows = status.status()
     shown = dict(zip(columns, rows[0]))
     assert shown["table"] == "sm90-h200" and shown["family"] == "toy"
-    assert (shown["specs"], shown["rows"], shown["stale"]) == ("1 of 2", 3, 1)
+    assert (shown["specs swept"], shown["rows"], shown["stale"], shown["kept default"]) == ("1 of 2", 3, 1, "")
     assert (shown["median gain"], shown["worst regret"]) == ("1.50x", "1.50x"), "stale rows say nothing of gain"
     assert shown["triton"] == "3.6.0"
+
+
+def test_status_covers_what_is_left_to_the_default(toy):  # noqa: F811
+    install(toy, row(us=10.0, default_us=15.0))
+    install(toy, row(load=(1, 1), us=10.0, next_us=9.9), row(load=(2, 2), us=10.0, next_us=12.0),
+            row(load=(3, 3), inputs="0" * 64, us=10.0, next_us=1.0), name="sm90-h200.swept")
+    columns, rows = status.status()
+    shown = dict(zip(columns, rows[0]))
+    assert (shown["loads swept"], shown["rows"], shown["stale"], shown["kept default"]) == (3, 1, 1, "within 1.0%")
 
 
 def test_status_counts_unreadable_lines(toy):  # noqa: F811
@@ -99,6 +108,21 @@ def test_prune(toy):  # noqa: F811
     path.write_text(path.read_text() + "{\n")
     assert status.prune() == ["sm90-h200.jsonl: 1 stale, 1 unreadable, 1 colliding removed, 1 left"]
     assert table.read(path) == [good]
+
+
+def test_kept_defaults_are_merged_and_pruned_with_their_table(toy, tmp_path):  # noqa: F811
+    at = lambda load, **changes: of_device(row(load=(load, 1), **changes), "h200")
+    install(toy, at(1))
+    install(toy, at(2, us=9.0), at(3), name="sm90-h200.swept")
+    other = file(tmp_path, at(3, us=5.0))
+    table.write(table.swept_path(other), [at(1), at(2, us=9.5), at(4)])
+    (line,) = status.merge([other])
+    assert "1 of 1 rows taken, 2 in all, 2 loads left to the default" in line
+    swept = toy / "tuned" / "sm90-h200.swept"
+    assert table.read(swept) == [at(2, us=9.5), at(4)]
+    swept.write_text(swept.read_text() + at(7, inputs="0" * 64).line() + "\n{\n")
+    status.prune()
+    assert table.read(swept) == [at(2, us=9.5), at(4)]
 
 
 def test_export(toy):  # noqa: F811

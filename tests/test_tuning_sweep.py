@@ -114,6 +114,11 @@ def test_rows_where_tuning_gains_and_nowhere_else(tmp_path):
     assert row.next_us >= row.us and row.err == 1.5e-3 and row.repeat == 20 and row.noise == 0.001
     assert row.env["slug"] == "h200" and not table.is_stale(row)
     assert table.read(tmp_path / "rows.jsonl") == rows
+    kept = table.read(tmp_path / "rows.swept")
+    assert [(one.load, one.schedule) for one in kept] == [((5, 6), DEFAULT), ((5, 13), DEFAULT)]
+    usable = sum(c.refused is None for c in space.candidates(spec(), H200, "3.6.0"))
+    assert {one.candidates for one in [*rows, *kept]} == {usable}
+    assert all(0.98 * one.us < one.next_us < one.us for one in kept), "a warp less is faster there, but not by 2 %"
     assert stub.stopped and sweep.compilers[0].stopped
     assert sweep.regret()[spec().name] > 1.1
 

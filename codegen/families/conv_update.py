@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kdagen.families.base import Family, Kernel, pointers
 from kdagen.families.conv_prefill import WIDTH, refuse_conv, refuse_warps
-from kdagen.spec import Schedule, Spec
+from kdagen.spec import Problem, Schedule, Spec
 
 
 class ConvUpdate(Family):
@@ -18,12 +18,15 @@ class ConvUpdate(Family):
         return refuse_conv(self, spec, schedule) or refuse_warps(schedule, target)
 
     def default(self, spec, target=None, problem=None):
-        """Four channels a lane; one row in flight for plain decode, four where a row brings several tokens."""
+        """One row in flight and two channels a lane for plain decode; four of both where a row brings several tokens.
+
+        With one token a program is a chain of loads: four warps were 10 % faster than two on an H200, up to 2^18 channels.
+        """
         several = problem is not None and problem.tokens > problem.seqs
-        return Schedule.make(bd=256, rows=4 if several else 1, warps=2)
+        return Schedule.make(bd=256, rows=4 if several else 1, warps=2 if several else 4)
 
     def default_schedules(self, spec):
-        return tuple(Schedule.make(bd=256, rows=rows, warps=2) for rows in (1, 4))
+        return self.default(spec), self.default(spec, None, Problem(4, 1, 1))
 
     def load(self, spec, problem):
         """(rows x channels, tokens a row): ``problem.heads`` is the number of channels."""

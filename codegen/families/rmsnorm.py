@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
 from kdagen.families.gate import refuse_elements
-from kdagen.spec import Schedule, Spec
+from kdagen.spec import DTYPES, Schedule, Spec
 
 MAX_V = 4096
 STRIDES = ("o_t", "o_h", "z_t", "z_h", "out_t", "out_h")
@@ -28,10 +28,23 @@ class RMSNorm(Family):
         br = schedule.block["br"]
         if br < 1 or br & (br - 1):
             return f"br = {br} is not a power of two"
-        return refuse_elements(br * next_power_of_2(spec.v), schedule.warps, target)
+        elements = br * next_power_of_2(spec.v)
+        return refuse_elements(elements, schedule.warps, target) or self._refuse_order(spec, elements, schedule.warps)
+
+    def _refuse_order(self, spec, elements, warps):
+        """Which schedule runs depends on the batch. A row's bits must not: all schedules sum over V in the same order.
+
+        Triton gives a thread up to 16 bytes side by side of a row, the rest of a row to the lanes, then to the warps.
+        """
+        same = 1 if next_power_of_2(spec.v) <= 512 else 4
+        if warps not in (0, same):
+            return f"{warps} warps sum over V in another order than {same}"
+        if elements * DTYPES[spec.dtype] < 16 * 32 * same:
+            return f"{elements} elements are less than 16 bytes a thread, which sums over V in another order"
+        return None
 
     def default(self, spec, target=None, problem=None):
-        """Tiles of 512 elements on one warp, so that many programs keep the memory busy; longer rows on four."""
+        """Tiles of 512 elements on one warp, so that many programs keep the memory busy; longer rows on four warps."""
         v = next_power_of_2(spec.v)
         return Schedule.make(br=max(1, 512 // v), warps=1 if v <= 512 else 4)
 

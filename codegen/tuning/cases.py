@@ -30,6 +30,7 @@ class Case:
     """One family's adapter. ``inputs`` holds tensors and plain values by name; ``run`` and ``oracle`` both take it."""
 
     in_place: tuple[str, ...] = ()   # inputs that the op writes: run on copies, and compared as outputs
+    spacing: tuple[int, int] = (1, 1)  # octaves of (programs, steps): a load as near to a more wanted one is left to it
 
     def problems(self, spec: Spec) -> list[Problem]:
         """The serving sizes of the Spec, most wanted first."""

@@ -80,12 +80,14 @@ class Prepare(Prefill):
 
 @case("prefill_state")
 class State(Prefill):
-    pass
+    spacing = (0, 1)  # the default rule turns on the number of programs
 
 
 @case("prefill_segments")
 class Segments(Prefill):
     """Long sequences of few heads: the only ones that are cut into segments."""
+
+    spacing = (0, 1)
 
     def problems(self, spec: Spec) -> list[Problem]:
         return [Problem(tokens, 1, heads) for heads in (12, 4, 8, 6, 16) for tokens in (8192, 32768, 2048, 65536, 16384)]

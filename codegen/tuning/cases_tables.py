@@ -6,6 +6,7 @@ import torch
 
 from kdagen import reference
 from kdagen.ops.metadata import step_tables
+from kdagen.ops.staging import stage_spec_decode_metadata
 from kdagen.spec import Problem, Spec
 from kdagen.tuning.cases import TORCH_DTYPES, Case, Random, case
 
@@ -52,3 +53,35 @@ class StepTables(Case):
 
     def bytes_moved(self, spec: Spec, problem: Problem) -> float:
         return 4.0 * problem.seqs + 16.0 * problem.tokens / 64
+
+
+@case("stage_spec")
+class StageSpec(Case):
+    """A step of speculative decode that fills half of its graph's rows; all sizes are one load bucket."""
+
+    COLUMNS = 4
+
+    def problems(self, spec: Spec) -> list[Problem]:
+        return [Problem(256, 256, 1)]
+
+    def inputs(self, spec: Spec, problem: Problem, seed: int, device: torch.device) -> dict:
+        random, S = Random(seed, torch.device("cpu")), problem.seqs
+        lengths = random.order(S) % self.COLUMNS + 1
+        edges = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(torch.int32)])
+        return {"state_indices": random.order(S * self.COLUMNS).view(S, self.COLUMNS).to(device),
+                "query_start_loc": edges.to(device), "num_accepted_tokens": (random.order(S) % self.COLUMNS + 1).to(device)}
+
+    def run(self, spec: Spec, inputs: dict) -> dict:
+        S, device = len(inputs["num_accepted_tokens"]), inputs["state_indices"].device
+        shapes = {"state_indices": (2 * S, self.COLUMNS), "query_start_loc": (2 * S + 1,), "num_accepted_tokens": (2 * S,)}
+        staged = {f"staged_{name}": torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
+        stage_spec_decode_metadata(**inputs, **staged, num_spec_decodes=S)
+        return staged
+
+    def oracle(self, spec: Spec, inputs: dict) -> dict:
+        S = len(inputs["num_accepted_tokens"])
+        found = reference.stage_spec_decode(*inputs.values(), 2 * S, self.COLUMNS, S, 0)
+        return dict(zip(("staged_state_indices", "staged_query_start_loc", "staged_num_accepted_tokens"), found))
+
+    def bytes_moved(self, spec: Spec, problem: Problem) -> float:
+        return 4.0 * 3 * problem.seqs * (self.COLUMNS + 2)

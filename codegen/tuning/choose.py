@@ -33,6 +33,7 @@ class Finals(NamedTuple):
     sizes: tuple[int, int]    # (programs, steps) of the problem measured
     default: Schedule
     timed: tuple[Timed, ...]
+    ran: int | None = None    # schedules that ran here, these among them
 
     def of(self, schedule: Schedule) -> Timed | None:
         return next((t for t in self.timed if t.schedule == schedule), None)
@@ -92,6 +93,12 @@ def rows(spec: Spec, finals: Iterable[Finals], env: dict, target: Target) -> lis
     return sorted(out.values())
 
 
+def kept(spec: Spec, finals: Iterable[Finals], tuned: Iterable[table.Row], env: dict) -> list[table.Row]:
+    """Rows that say of the other buckets what their default took, and the best of the others: what explain tells."""
+    taken = {row.load for row in tuned}
+    return sorted(_row(spec, f, f.of(f.default), env) for f in finals if f.of(f.default) and f.load not in taken)
+
+
 def _gains(f: Finals, pick: Timed) -> bool:
     default = f.of(f.default)
     noise = table.NOISE_FACTOR * max(pick.noise, default.noise)
@@ -104,4 +111,5 @@ def _row(spec: Spec, f: Finals, pick: Timed, env: dict) -> table.Row:
     return table.Row(
         variant=variant.name, load=f.load, warps=pick.schedule.warps, stages=pick.schedule.stages, us=round(pick.us, 3),
         default_us=round(f.of(f.default).us, 3), next_us=round(min(others), 3) if others else None,
-        noise=round(pick.noise, 5), err=float(f"{pick.err:.3e}"), repeat=pick.repeat, inputs=inputs_hash(variant), env=env)
+        noise=round(pick.noise, 5), err=float(f"{pick.err:.3e}"), repeat=pick.repeat, inputs=inputs_hash(variant), env=env,
+        candidates=f.ran)

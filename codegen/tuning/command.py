@@ -53,19 +53,21 @@ def seconds(text: str) -> float:
 @click.option("--seed", type=int, default=0, show_default=True, help="order of the candidates, and the inputs")
 @click.option("--limit", type=int, default=48, show_default=True, help="candidates of one Spec, after refusals")
 @click.option("--points", "max_points", type=int, help="load buckets of one Spec at most; all by default")
+@click.option("--every-load", is_flag=True, help="also the load buckets next to a more wanted one")
 @click.option("-j", "--jobs", type=int, help="compiling processes; the CPU's cores less one by default")
 @click.option("--compile-timeout", default=60.0, show_default=True, help="seconds one kernel may take to compile")
 def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, dry_run, device, out, journal_path, seed,
-         limit, max_points, jobs, compile_timeout):
+         limit, max_points, every_load, jobs, compile_timeout):
     """Measure schedules on this machine's GPUs and write the winners as tuned rows.
 
     Ctrl-C, or a scheduler's SIGTERM, keeps what was measured: run again with --resume.
     """
     console, began = Console(width=None if Console().is_terminal else 160), time.monotonic()
     try:
+        chosen = (names, chunk_size, dtypes or ("bf16",), shapes)
         if dry_run:
             target = devices.named(device)
-            points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
+            points, candidates = plan(*chosen, target, seed, limit, max_points, every_load)
             show(console, points, candidates, target)
             return
         for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores SIGINT unless told otherwise
@@ -75,7 +77,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
         runners = _runners(gpus, ray_address)
         compilers = pools(settings.compile_workers, settings.compile_timeout_s)
         target, env = environment(runners[0])
-        points, candidates = plan(names, chunk_size, dtypes or ("bf16",), shapes, target, seed, limit, max_points)
+        points, candidates = plan(*chosen, target, seed, limit, max_points, every_load)
         journal = Journal(journal_path or files.cache_dir() / f"sweep-{target.arch}-{target.slug}.jsonl", resume=resume)
         settings.budget_s = max(1.0, settings.budget_s - (time.monotonic() - began))
         with Bars(settings.budget_s, console) as bars:
@@ -88,7 +90,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
 
 
 def plan(names, chunk_size, dtypes, shapes, target: Target, seed: int, limit: int | None,
-         max_points: int | None) -> tuple[list[Point], dict[str, list[Candidate]]]:
+         max_points: int | None, every_load: bool = False) -> tuple[list[Point], dict[str, list[Candidate]]]:
     """The points of the asked Specs, most wanted first, and each Spec's candidates."""
     for name in names:
         families.get(name)
@@ -97,7 +99,8 @@ def plan(names, chunk_size, dtypes, shapes, target: Target, seed: int, limit: in
     lists, candidates = [], {}
     for name in names or cases.names():
         for spec in space.specs_of(name, chunk=chunk_size, dtypes=dtypes):
-            points = space.points_of(spec, problems or cases.get(name).problems(spec))[:max_points]
+            points = space.points_of(spec, problems or cases.get(name).problems(spec))
+            points = space.spaced(points, (-1, -1) if every_load or problems else cases.get(name).spacing)[:max_points]
             lists.append(points)
             candidates[spec.name] = space.candidates(spec, target, dispatch.triton_version(), seed=seed, limit=limit,
                                                      problems=[point.problem for point in points],

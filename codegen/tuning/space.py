@@ -89,6 +89,15 @@ def points_of(spec: Spec, problems: Iterable[Problem]) -> list[Point]:
     return list(found.values())
 
 
+def spaced(points: Iterable[Point], spacing: tuple[int, int]) -> list[Point]:
+    """The points, in their order, without those whose load is within so many octaves, in both numbers, of an earlier one."""
+    kept: list[Point] = []
+    for point in points:
+        if not any(all(abs(a - b) <= near for a, b, near in zip(point.load, one.load, spacing)) for one in kept):
+            kept.append(point)
+    return kept
+
+
 def in_turn(lists: list[list[Point]], stride: int = 1) -> list[Point]:
     """``stride`` points of each list, then the next ``stride`` of each, and so on: a short budget serves every family."""
     longest = max(map(len, lists), default=0)

@@ -14,7 +14,8 @@ from kdagen import families, files, table
 from kdagen.errors import refuse
 from kdagen.table import Row
 
-STATUS = ["table", "family", "specs", "rows", "stale", "median gain", "worst regret", "triton", "oldest"]
+STATUS = ["table", "family", "specs swept", "loads swept", "rows", "stale", "median gain", "worst regret", "kept default",
+          "triton", "oldest"]
 DIFF = ["variant", "load", "what", "committed", "other"]
 EXPORT = ["variant", "load", "warps", "stages", "us", "default_us", "next_us", "noise", "err", "repeat", "stale"]
 
@@ -25,9 +26,11 @@ def tables() -> list[Path]:
 
 
 def status() -> tuple[list[str], list[list]]:
-    """(columns, rows): for each table and family the tuned Specs, stale rows, and what an untuned user would lose.
+    """(columns, rows): for each table and family what was swept, stale rows, and what an untuned user would lose.
 
-    ``specs`` is tuned of committed. Gain and regret are default time over tuned time: their median and worst.
+    ``specs swept`` is of the committed ones, ``loads swept`` the load buckets with a row or a kept default. Gain and regret
+    are default time over tuned time: their median and worst. ``kept default`` is how far the kept defaults are from the
+    fastest schedule, at most.
     """
     out = []
     for path in tables():
@@ -35,17 +38,22 @@ def status() -> tuple[list[str], list[list]]:
         by_family = defaultdict(list)
         for row in table.read(path, skipped=skipped):
             by_family[row.spec.family].append(row)
+        kept_by_family = defaultdict(list)
+        for row in table.read(table.swept_path(path), skipped=skipped):
+            kept_by_family[row.spec.family].append(row)
         for family in families.everyone():
-            rows = by_family.get(family.name, [])
-            fresh = [row for row in rows if not table.is_stale(row)]
-            committed = set(family.committed())
-            tuned = {row.spec for row in fresh} & committed
+            rows, kept = by_family.get(family.name, []), kept_by_family.get(family.name, [])
+            fresh, kept_fresh = ([row for row in some if not table.is_stale(row)] for some in (rows, kept))
+            committed, known = set(family.committed()), [*fresh, *kept_fresh]
             ratios = sorted(row.default_us / row.us for row in fresh if row.us)
-            out.append([path.stem, family.name, f"{len(tuned)} of {len(committed)}", len(rows), len(rows) - len(fresh),
+            lost = max((row.us / min(row.us, row.next_us or row.us) - 1 for row in kept_fresh if row.us), default=None)
+            out.append([path.stem, family.name, f"{len({row.spec for row in known} & committed)} of {len(committed)}",
+                        len({row.key for row in known}), len(rows), len(rows) + len(kept) - len(known),
                         f"{ratios[len(ratios) // 2]:.2f}x" if ratios else "", f"{ratios[-1]:.2f}x" if ratios else "",
-                        ", ".join(sorted({row.env.get("triton", "?") for row in rows})), _age(rows)])
+                        "" if lost is None else f"within {lost:.1%}",
+                        ", ".join(sorted({row.env.get("triton", "?") for row in [*rows, *kept]})), _age([*rows, *kept])])
         if skipped:
-            out.append([path.stem, "(unreadable)", "", len(skipped), "", "", "", "", ""])
+            out.append([path.stem, "(unreadable)", "", "", len(skipped), *[""] * 6])
     return STATUS, out
 
 
@@ -93,18 +101,25 @@ def _told(row: Row) -> str:
 
 
 def merge(others: list[Path]) -> list[str]:
-    """Merge row files into the tables of their devices by the hysteresis rule; one line a table about what changed."""
-    new = defaultdict(list)
+    """Merge row files into the tables of their devices by the hysteresis rule; one line a table about what changed.
+
+    The kept defaults that lie beside a row file come with it.
+    """
+    new, new_kept = defaultdict(list), defaultdict(list)
     for path in others:
-        for row in table.read(path):
-            new[_path(row, path)].append(row)
+        for rows, source in ((new, path), (new_kept, table.swept_path(path))):
+            for row in table.read(source):
+                rows[_path(row, source)].append(row)
     lines = []
-    for path, rows in sorted(new.items()):
-        old = table.read(path, skipped=[])
-        merged = table.merge(old, rows)
+    for path in sorted(new.keys() | new_kept.keys()):
+        old, old_kept = table.read(path, skipped=[]), table.read(table.swept_path(path), skipped=[])
+        merged = table.merge(old, new[path])
+        kept = table.settle(old_kept, new_kept[path], merged)
         taken = sum(row not in old for row in merged)
         table.write(path, merged)
-        lines.append(f"{path.name}: {taken} of {len(rows)} rows taken, {len(merged)} in all. Run: kdagen render")
+        table.write(table.swept_path(path), kept)
+        lines.append(f"{path.name}: {taken} of {len(new[path])} rows taken, {len(merged)} in all, {len(kept)} loads left to "
+                     "the default. Run: kdagen render")
     return lines
 
 
@@ -116,7 +131,7 @@ def _path(row: Row, source: Path) -> Path:
 
 
 def prune() -> list[str]:
-    """Remove stale, unreadable and colliding rows; one line a table."""
+    """Remove stale, unreadable and colliding rows, kept defaults likewise; one line a table."""
     lines = []
     for path in tables():
         skipped: list[str] = []
@@ -124,6 +139,9 @@ def prune() -> list[str]:
         fresh = [row for row in rows if not table.is_stale(row)]
         kept = table.merge(fresh, [])
         table.write(path, kept)
+        swept = table.swept_path(path)
+        if swept.exists():
+            table.write(swept, table.settle([], table.read(swept, skipped=[]), kept))
         lines.append(f"{path.name}: {len(rows) - len(fresh)} stale, {len(skipped)} unreadable, {len(fresh) - len(kept)} "
                      f"colliding removed, {len(kept)} left")
     return lines

@@ -90,6 +90,7 @@ class Sweep:
                                                                  self.settings.compile_timeout_s)
         self.stopped = threading.Event()
         self.before = table.read(self.out, skipped=[])
+        self.kept_before = table.read(table.swept_path(self.out), skipped=[])
         self.finals: dict[str, dict[tuple, choose.Finals]] = {}
         self.times: dict[str, dict[str, dict[str, float]]] = {}   # Spec -> point -> candidate -> screened us
         self.written = time.monotonic()
@@ -198,7 +199,7 @@ class Sweep:
             return None
         if not finalists:
             return "no candidate was right"
-        return self._time(point, finalists, default, runner)
+        return self._time(point, finalists, default, runner, len(screened))
 
     def _screen(self, point: Point, runner: Runner, fit: list[Candidate],
                 default: Schedule) -> dict[Candidate, float] | None:
@@ -245,7 +246,7 @@ class Sweep:
             known = self.note("verified", point, candidate, **_values(result))
         return None if known.get("failed") else known
 
-    def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner) -> str | None:
+    def _time(self, point: Point, finalists: list[Candidate], default: Schedule, runner: Runner, ran: int) -> str | None:
         known = {c: self.known("timed", point, c) for c in finalists}
         if not all(known.values()):
             self.reporter.step(point.name, f"timing {len(finalists)}")
@@ -266,7 +267,7 @@ class Sweep:
         if not timed:
             return "final timing failed"
         sizes = families.get(point.spec.family).load(point.spec, point.problem)
-        final = choose.Finals(point.load, sizes, default, tuple(timed))
+        final = choose.Finals(point.load, sizes, default, tuple(timed), ran)
         with self.lock:
             self.finals.setdefault(point.spec.name, {})[point.load] = final
         best, mine = final.best, final.of(default)
@@ -275,21 +276,26 @@ class Sweep:
 
     # Results
 
-    def rows(self) -> list[table.Row]:
-        """The rows of all points finished so far."""
+    def rows(self) -> tuple[list[table.Row], list[table.Row]]:
+        """Of all points finished so far: the tuned rows, and those of the buckets left to the default."""
         with self.lock:
             finals = {name: list(buckets.values()) for name, buckets in self.finals.items()}
-        specs = {point.spec.name: point.spec for point in self.points}
-        return sorted(row for name, buckets in finals.items()
-                      for row in choose.rows(specs[name], buckets, self.env, self.target))
+        specs, tuned, kept = {point.spec.name: point.spec for point in self.points}, [], []
+        for name, buckets in finals.items():
+            rows = choose.rows(specs[name], buckets, self.env, self.target)
+            tuned += rows
+            kept += choose.kept(specs[name], buckets, rows, self.env)
+        return sorted(tuned), kept
 
     def write(self) -> list[table.Row]:
-        """Merge the rows, by the hysteresis rule, into what ``out`` held before this sweep."""
-        rows = self.rows()
+        """Merge the rows, by the hysteresis rule, into what ``out`` held before this sweep; the kept defaults beside it."""
+        rows, kept = self.rows()
         with self.lock:
             self.written = time.monotonic()
-            if rows or self.before:
-                table.write(self.out, table.merge(self.before, rows))
+            if rows or kept or self.before:
+                merged = table.merge(self.before, rows)
+                table.write(self.out, merged)
+                table.write(table.swept_path(self.out), table.settle(self.kept_before, kept, merged))
         return rows
 
     def regret(self) -> dict[str, float]:

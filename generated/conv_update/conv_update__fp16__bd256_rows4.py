@@ -148,7 +148,7 @@ def launch(
     query_start_loc: torch.Tensor | None, pool: torch.Tensor, cache_indices: torch.Tensor | None,
     has_initial_state: torch.Tensor | None, num_accepted: torch.Tensor | None,
     seqs: int, pad_slot: int = -1, *,
-    silu: bool = True, num_warps: int = 2, num_stages: int = 1,
+    silu: bool = True, num_warps: int = 4, num_stages: int = 1,
 ):
     """Run one step of ``seqs`` rows.
 
