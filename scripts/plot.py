@@ -4,7 +4,8 @@
     python scripts/plot.py           # figures and tables
     python scripts/plot.py --check   # exit 1 if a table in a document is not what the JSON says
 
-A table stands between ``<!-- benchmark:decode -->`` and ``<!-- /benchmark:decode -->``; the figures lie beside the JSON.
+A table stands between ``<!-- benchmark:decode -->`` and ``<!-- /benchmark:decode -->``. The figures lie beside the JSON, and
+are shown, where the JSON has rows for them, between ``<!-- figures:decode -->`` and ``<!-- /figures:decode -->``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ FIGURES = (
     Figure("prefill-time", "prefill", "us", "tokens", ("heads",), "tokens", only={"seqs": 1, "gate": "bounded"}),
     Figure("decode-time", "decode", "us", "seqs", ("op", "heads"), "sequences in the batch", only=PLAIN),
     Figure("decode-bandwidth", "decode", "tb_s", "seqs", ("op", "heads"), "sequences in the batch", only=PLAIN),
-    Figure("conv-bandwidth", "conv", "tb_s", "tokens", ("op", "channels"), "tokens", only={"seqs": 1}),
+    Figure("conv-bandwidth", "conv", "tb_s", "tokens", ("op", "channels"), "tokens",
+           only={"seqs": 1, "driver": "schedule"}),
     Figure("conv-update-bandwidth", "conv", "tb_s", "seqs", ("op", "channels"), "sequences in the batch",
            only=PLAIN | {"op": "causal_conv1d_update"}),
     Figure("metadata-host", "metadata", "us", "seqs", ("op",), "sequences in the batch", "host"),
@@ -136,14 +138,25 @@ def number(us: float) -> str:
 
 
 def with_tables(text: str, sections: dict[str, dict]) -> str:
-    """The document with every marked table replaced; a marker of a section without JSON is left alone."""
+    """The document with every marked table and list of figures replaced; those of a section without JSON are left alone."""
     def put(match: re.Match) -> str:
-        name = match["name"]
+        what, name = match["what"], match["name"]
         if name not in sections:
             return match[0]
-        return f"<!-- benchmark:{name} -->\n{table(sections[name])}\n<!-- /benchmark:{name} -->"
+        made = table(sections[name]) if what == "benchmark" else images(name, sections[name])
+        return f"<!-- {what}:{name} -->\n{made}\n<!-- /{what}:{name} -->"
 
-    return re.sub(r"<!-- benchmark:(?P<name>\w+) -->.*?<!-- /benchmark:(?P=name) -->", put, text, flags=re.S)
+    marked = r"<!-- (?P<what>benchmark|figures):(?P<name>\w+) -->.*?<!-- /(?P=what):(?P=name) -->"
+    return re.sub(marked, put, text, flags=re.S)
+
+
+def images(section: str, data: dict) -> str:
+    """Lines that show the section's figures, as a document in docs/ names them."""
+    told = {figure.name: f"{'bandwidth' if figure.y == 'tb_s' else figure.how + ' time'} against {figure.xlabel}"
+            for figure in FIGURES if figure.section == section and panels(figure, data["rows"])}
+    if len(compared(data)) > 1:
+        told[f"{section}-speedup"] = "speed-up over each peer"
+    return "\n".join(f"![{section}: {words}]({FOLDER.name}/{name}.png)" for name, words in told.items())
 
 
 # Figures
@@ -243,13 +256,18 @@ def _short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def draw_speedup(section: str, data: dict, path: Path) -> bool:
-    """Peer's time over ours, a dot a case and peer; False where peers were measured in less than two cases."""
+def compared(data: dict) -> dict[str, dict[str, dict]]:
+    """case -> who -> graph row, of the cases in which a peer was timed beside ours."""
     cases = defaultdict(dict)
     for row in timed(data["rows"], "graph"):
         op = row.get("op", "")
         cases[row["case"] if not op or op in row["case"] else f"{row['case']}, {op}"][row["who"]] = row
-    cases = {case: by for case, by in cases.items() if "kdagen" in by and len(by.keys() & COLORS.keys()) > 1}
+    return {case: by for case, by in cases.items() if "kdagen" in by and len(by.keys() & COLORS.keys()) > 1}
+
+
+def draw_speedup(section: str, data: dict, path: Path) -> bool:
+    """Peer's time over ours, a dot a case and peer; False where peers were measured in less than two cases."""
+    cases = compared(data)
     if len(cases) < 2:
         return False
     import matplotlib

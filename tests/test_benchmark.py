@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import time
 import types
@@ -331,6 +332,23 @@ def test_tables_go_between_markers_and_nowhere_else(plot):
     assert new.startswith("a\n<!-- benchmark:decode -->\n| case") and "old" not in new
     assert new.endswith("b\n<!-- benchmark:conv -->c<!-- /benchmark:conv -->"), "a section without JSON is left alone"
     assert plot.with_tables(new, {"decode": rows_of()}) == new
+
+
+def test_figures_are_shown_where_they_have_rows(plot):
+    text = "<!-- figures:decode -->\n![old](x.png)\n<!-- /figures:decode -->\n<!-- figures:conv --><!-- /figures:conv -->"
+    shown = plot.with_tables(text, {"decode": rows_of()}).splitlines()
+    assert shown[1:-2] == [
+        "![decode: graph time against sequences in the batch](benchmarks/decode-time.png)",
+        "![decode: bandwidth against sequences in the batch](benchmarks/decode-bandwidth.png)",
+        "![decode: speed-up over each peer](benchmarks/decode-speedup.png)"]
+    assert shown[-1] == "<!-- figures:conv --><!-- /figures:conv -->"
+    alone = rows_of() | {"rows": [row for row in rows_of()["rows"] if row["who"] == "kdagen" and row["seqs"] == 1]}
+    assert plot.images("decode", alone) == "", "single points make no figure"
+
+
+def test_every_shown_figure_is_there(plot):
+    shown = re.findall(r"!\[.*?\]\((\S+)\)", (plot.ROOT / "docs" / "benchmarks.md").read_text())
+    assert shown and all((plot.ROOT / "docs" / path).exists() for path in shown)
 
 
 def test_panels_hold_lines_and_not_single_points(plot):

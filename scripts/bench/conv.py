@@ -106,7 +106,7 @@ def prompts(case: Prompts, peers: tuple[str, ...], seconds: float) -> list[dict]
 
         rivals["fla"] = Rival(partial(theirs, x), lambda seed: partial(theirs, _normal(10 + seed, 1, T, D)),
                               lambda y: relative_error(y, ref))
-    return _race(case.name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N), rivals, seconds)
+    return _race(case.name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N, driver=case.driver), rivals, seconds)
 
 
 def _peer_layout(lines: torch.Tensor) -> torch.Tensor:
