@@ -12,6 +12,9 @@ from inputs import gate_parameter, relative
 from kdagen import families
 from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.ops import decode_step
+from kdagen.ops._common import interpreting
+from kdagen.ops._scratch import scratch
 from kdagen.ops.decode import fused_recurrent_kda
 from kdagen.ops.decode_step import kda_decode_step
 from kdagen.spec import Problem, Schedule, Spec, Variant, parse
@@ -232,11 +235,45 @@ def test_twice_alone_and_in_a_batch(rng):
         assert torch.equal(alone[1][slot], first[1][slot]) and torch.equal(alone[2][slot], first[2][slot])
 
 
-@pytest.mark.parametrize("regs", [0, 128])
-def test_a_pinned_schedule_is_right(rng, regs):
-    tensors, options = case(rng, N=2, K=16, V=12)
-    with kdagen.dispatch.pin(f"decode_step__k16_v12_fp32__bv16_regs{regs}"):
-        agree(*both(tensors, options))
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("HV", [1, 3])
+def test_tiles_of_any_size_are_right_and_give_the_same_bits(rng, HV, v_first):
+    tensors, options = case(rng, N=2, K=16, V=60, HV=HV, v_first=v_first)
+    family, answers = families.get("decode_step"), []
+    spec = Spec.make("decode_step", k=16, v=60, dtype="fp32", k_first=not v_first)
+    sizes = [bv for bv in (16, 32, 64) if not family.supports(spec, Schedule.make(bv=bv, warps=1), None)]
+    assert sizes == ([16, 32, 64] if v_first else [32])
+    for bv in sizes:
+        with kdagen.dispatch.pin(Variant(spec, Schedule.make(bv=bv, warps=0, stages=0)).name):
+            mine, theirs = both(tensors, options)
+        agree(mine, theirs)
+        answers.append(mine)
+    assert all(torch.equal(a, b) for answer in answers for a, b in zip(answer, answers[0]))
+
+
+def test_int64_counts_are_clamped_before_they_are_narrowed(rng):
+    tensors, options = case(rng, N=2, k=2, slots=9)
+    counts = torch.tensor([2**32 + 1, -(2**40)])
+    mine, theirs = (both(tensors, options | dict(num_accepted_tokens=n))[0] for n in (counts, counts.clamp(1, 3)))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.skipif(not interpreting(), reason="orders the interpreter's programs")
+@pytest.mark.parametrize("order", ["reversed", "shuffled"])
+def test_whichever_program_arrives_last(rng, order, monkeypatch):
+    """The programs one by one in another order: the last norms and moves the history on, and leaves the counters at zero."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    tensors, options = case(rng, N=2, H=2, HV=4, K=16, V=40)
+    want, used = both(tensors, options)[0], []
+    programs = 2 * 4 * 3
+    order = list(range(programs))[::-1] if order == "reversed" else torch.randperm(programs, generator=rng).tolist()
+    turn = interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: turn(order[x], y, z))
+    monkeypatch.setattr(decode_step, "scratch", lambda *sizes: used.append(scratch(*sizes)) or used[-1])
+    mine = both(tensors, options)[0]
+    assert all(torch.equal(a, b) for a, b in zip(mine, want))
+    assert len(used) == 1 and len(used[0].counters) == 4 and not used[0].counters.any()
 
 
 def test_nothing_to_do(rng):
@@ -339,17 +376,16 @@ def test_limits_and_names():
             assert parse(name).name == name
     spec = Spec.make("decode_step", k=128, v=128, dtype="bf16")
     refusal = lambda **schedule: family.supports(spec, Schedule.make(**schedule), None) or ""
-    assert "not bv and regs" in refusal(bv=32, warps=8)
-    assert "power of two" in refusal(bv=48, regs=0, warps=8)
-    assert "up to V" in refusal(bv=256, regs=0, warps=8)
-    assert "more than 16 tiles" in refusal(bv=4, regs=0, warps=8)
-    assert "regs 100" in refusal(bv=32, regs=100, warps=8)
-    assert "another order" in refusal(bv=64, regs=0, warps=8)
-    assert "another order" in refusal(bv=32, regs=0, warps=16)
-    assert "registers a thread" in refusal(bv=32, regs=0, warps=2)
-    capped = Schedule.make(bv=32, regs=128, warps=8)
-    assert family.supports(spec, capped, kdagen.devices.named("h200")) is None
-    assert "CUDA only" in family.supports(spec, capped, kdagen.devices.named("mi300x"))
+    assert "are not bv" in refusal(bv=32, regs=0, warps=4)
+    assert "power of two" in refusal(bv=48, warps=4)
+    assert "up to V" in refusal(bv=256, warps=4)
+    assert "another order than bv 16" in refusal(bv=8, warps=4)
+    assert "another order than 4" in refusal(bv=32, warps=8)
+    assert "registers a thread" in refusal(bv=128, warps=2)
+    for bv in (16, 32, 64, 128):
+        assert not refusal(bv=bv, warps=4)
+    first = Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=True)
+    assert "another order than bv 32" in family.supports(first, Schedule.make(bv=64, warps=4), None)
 
 
 @given(k=st.integers(1, 256), v=st.integers(1, 256), k_first=st.booleans(), width=st.sampled_from([2, 3, 4]),

@@ -33,6 +33,7 @@ from kdagen.ops._decode_checks import (
     check_states,
     check_vector,
 )
+from kdagen.ops._scratch import scratch
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("kda_decode_step")
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     launch: object          # the chosen module's launch
     options: dict           # its keyword arguments
     scale: float
+    sizes: tuple[int, int]  # counters and values of the scratch
     repeat: Again | None    # the same launch with other addresses
 
 
@@ -130,19 +132,22 @@ def _run(
             return _cpu(*arguments)
         plan = _plan(*arguments)
     with on_device(qkv):
+        own = scratch(qkv.device, qkv.get_device(), *plan.sizes)
         if known and plan.repeat is not None:
             pointers = addresses(*tensors)
-            if not misaligned(pointers) and plan.repeat.launch(pointers):
+            if not misaligned(pointers) and plan.repeat.launch(pointers + own.addresses):
                 return
-        compiled = plan.launch(*tensors, plan.scale, lower_bound, eps, pad_slot=pad_slot, **plan.options)
+        compiled = plan.launch(*tensors, own.counters, own.values, plan.scale, lower_bound, eps, pad_slot=pad_slot,
+                               **plan.options)
     if known:
         return
     if len(_MEMO) >= MEMO_ENTRIES:
         _MEMO.clear()
-    rest = sys.modules[plan.launch.__module__].scalars(
+    module = sys.modules[plan.launch.__module__]
+    rest = module.scalars(
         qkv, z, g, beta, out, conv_pool, pool, state_indices, plan.scale, lower_bound, eps, pad_slot) + CONSTANTS
-    programs = qkv.shape[0] * plan.options["heads"]
-    _MEMO[key] = plan._replace(repeat=again(compiled, qkv.get_device(), programs, addresses(*tensors), rest))
+    pointers = addresses(*tensors) + own.addresses
+    _MEMO[key] = plan._replace(repeat=again(compiled, qkv.get_device(), module.programs(*beta.shape), pointers, rest))
 
 
 def _sizes(qkv, z, g, beta) -> tuple[int, int, int, int]:
@@ -165,14 +170,14 @@ def _plan(
     norm_weight, scale, lower_bound, eps, pad_slot, neg_eigval, v_first,
 ) -> Plan:
     check_interpretable(qkv.dtype)
-    H, _HV, K, V = _sizes(qkv, z, g, beta)
+    H, HV, K, V = _sizes(qkv, z, g, beta)
     spec = Spec.make("decode_step", k=K, v=V, dtype=DTYPE_NAMES[qkv.dtype], k_first=not v_first, width=conv_weight.shape[1])
-    target = target_of(qkv.get_device())
-    choice = dispatch.pick(spec, Problem(qkv.shape[0], qkv.shape[0], H), target)
+    N, target = qkv.shape[0], target_of(qkv.get_device())
+    choice = dispatch.pick(spec, Problem(N, N, HV), target)
     options = dict(
         heads=H, beta_scale=2.0 if neg_eigval else 1.0, num_warps=choice.schedule.warps, num_stages=choice.schedule.stages,
     )
-    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale), None)
+    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale), (N * H, N * HV * V), None)
 
 
 def _check(

@@ -1,0 +1,119 @@
+"""Scratch of kernels whose programs count arrivals: int32 counters, zero between launches, and fp32 values.
+
+The last program to arrive sets its counter back to zero, so that nothing is reset between launches. In return no two
+launches that may run at the same time share counters:
+
+- Each stream has counters and values of its own. They grow with its largest launch.
+- Each stream of a graph capture has counters of its own, for all launches of that capture: a part of a block that an
+  earlier call outside any capture has allocated and zeroed. It is never given back, as nobody says when a graph is gone.
+  The values are memory of the graph's own pool.
+- A capture that finds no such block, or cannot be told from others, has counters of its graph's pool, zeroed by the graph.
+
+A launch that fails on the host has run no program. One that fails on the device takes the context, and with it all
+counters: every later call reports that. So counters are off only after two launches at once on one stream's handle or one
+captured graph, which CUDA orders one after the other. A destroyed stream's handle may come again: finish its work before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 1 << 20  # counters of a block: 4 MB, 128 captures of 256 sequences and 32 heads
+LINE = 32        # parts start on a memory line of their own
+
+
+class Scratch(NamedTuple):
+    counters: torch.Tensor
+    values: torch.Tensor
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, counters: torch.Tensor, values: torch.Tensor) -> Scratch:
+        return cls(counters, values, [counters.data_ptr(), values.data_ptr()])
+
+
+class _Block:
+    """Zeroed counters of one device, cut from the front."""
+
+    def __init__(self, device: torch.device):
+        self.memory = torch.zeros(BLOCK, dtype=torch.int32, device=device)
+        self.used = 0
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()  # once a block: graphs on any stream may use it from now on
+
+    def cut(self, count: int) -> torch.Tensor | None:
+        start, self.used = self.used, self.used + -(-count // LINE) * LINE
+        if self.used <= BLOCK:
+            return self.memory[start : start + count]
+        self.used = start
+        return None
+
+
+_lock = threading.Lock()
+_blocks: dict[int, _Block] = {}                            # of a device
+_streams: dict[tuple[int, int], Scratch] = {}              # of a device and stream
+_captures: dict[tuple[int, int, int], torch.Tensor] = {}   # of a device, capture and stream
+
+
+def scratch(device: torch.device, index: int, counters: int, values: int) -> Scratch:
+    """At least so many counters and values for the next launch on the current stream of device ``index`` (-1: the CPU)."""
+    if index < 0:
+        return Scratch.of(torch.zeros(counters, dtype=torch.int32), torch.empty(values))
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return Scratch.of(_captured(device, index, stream, counters), torch.empty(values, device=device))
+    found = _streams.get((index, stream))
+    if found is None or len(found.counters) < counters or len(found.values) < values:
+        found = _streams[index, stream] = _larger(device, found, counters, values)
+        with _lock:
+            if index not in _blocks or _blocks[index].used > BLOCK // 2:
+                _blocks[index] = _Block(device)
+    return found
+
+
+def _larger(device: torch.device, found: Scratch | None, counters: int, values: int) -> Scratch:
+    """New scratch of the current stream, each part a power of two and no smaller than before."""
+    if found is not None:
+        counters, values = max(counters, len(found.counters)), max(values, len(found.values))
+    counters, values = (1 << max(0, size - 1).bit_length() for size in (counters, values))
+    return Scratch.of(torch.zeros(counters, dtype=torch.int32, device=device), torch.empty(values, device=device))
+
+
+def _captured(device: torch.device, index: int, stream: int, counters: int) -> torch.Tensor:
+    capture = _capture_number(stream)
+    key = index, capture, stream
+    with _lock:
+        found = _captures.get(key)
+        if found is None or len(found) < counters:
+            found = _blocks[index].cut(counters) if capture is not None and index in _blocks else None
+            if found is None:
+                return torch.zeros(counters, dtype=torch.int32, device=device)
+            _captures[key] = found
+    return found
+
+
+@cache
+def _capture_info():
+    """The driver's function that tells captures apart, or None."""
+    library, function = (("libamdhip64.so", "hipStreamGetCaptureInfo_v2") if torch.version.hip
+                         else ("libcuda.so.1", "cuStreamGetCaptureInfo_v2"))
+    try:
+        found = getattr(ctypes.CDLL(library), function)
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = [ctypes.c_void_p] * 6
+    return found
+
+
+def _capture_number(stream: int) -> int | None:
+    """The process-wide number of the capture that a stream is in, or None if the driver does not say."""
+    ask, status, number = _capture_info(), ctypes.c_int(), ctypes.c_uint64()
+    if ask is None or ask(stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None):
+        return None
+    return number.value if status.value == 1 else None
