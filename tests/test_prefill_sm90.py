@@ -17,7 +17,8 @@ SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 
 
 @pytest.mark.parametrize("rows, longest, N, HV, form", [
-    (128, 128, 1, 96, "windows"), (128, 128, 1, 32, "windows"), (512, 512, 1, 32, "windows"),
+    (128, 128, 1, 96, "windows"), (128, 128, 1, 32, "segments"), (512, 512, 1, 32, "segments"), (128, 128, 1, 16, "segments"),
+    (128, 128, 2, 16, "serial"), (63, 63, 1, 24, "windows"),
     (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "windows"),
     (31, 31, 1, 32, "serial"), (131, 48, 6, 32, "serial"), (128, 2, 64, 32, "serial"),
     (128, 128, 1, 12, "segments"), (32, 32, 1, 12, "segments"), (1024, 1024, 1, 8, "segments"), (1, 1, 1, 4, "serial"),
@@ -26,10 +27,10 @@ SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 def test_plan(rows, longest, N, HV, form):
     cut = prefill_sm90.plan(rows, longest, N, HV)
     assert cut.form == form
-    if form == "windows":
-        assert cut.cuts[0] == 0 and cut.cuts[-1] == rows and list(cut.cuts) == sorted(set(cut.cuts))
+    if form == "windows" or cut.cuts:
+        assert N == 1 and cut.cuts[0] == 0 and cut.cuts[-1] == rows and list(cut.cuts) == sorted(set(cut.cuts))
     if form == "segments":
-        assert cut.segments >= 2
+        assert 1 <= cut.head < cut.segments
         assert (cut.segments - 1) * cut.seg_chunks < longest <= cut.segments * cut.seg_chunks, "a segment without chunks"
 
 
@@ -62,10 +63,18 @@ def test_the_drivers_function_is_found_behind_a_launcher(wrapped):
     assert seen == [(5, 1, 1, 3, 7, False, False, None, None, (4, 1, 99), None, None, None, "args")]
 
 
+def test_plan_of_a_batch_invariant_call_has_no_segments():
+    assert {prefill_sm90.plan(rows, rows, 1, HV, segments=False).form for rows in (20, 32, 128, 512) for HV in range(1, 34)} == {
+        "serial", "windows"}
+
+
 def test_plan_never_has_an_empty_segment():
-    for HV in range(1, 13):
-        for longest in range(20, 2000, 7):
+    for HV in range(1, 34):
+        for longest in range(16, 2000, 7):
             cut = prefill_sm90.plan(longest, longest, 1, HV)
+            if cut.form != "segments":
+                continue
+            assert 1 <= cut.head < cut.segments and list(cut.cuts) == sorted(set(cut.cuts))
             assert (cut.segments - 1) * cut.seg_chunks < longest <= cut.segments * cut.seg_chunks, (HV, longest)
 
 

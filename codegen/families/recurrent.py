@@ -122,7 +122,7 @@ class Recurrent(Family):
         speculative = Kernel(
             "recurrent_kernel",
             runtime | pointers("fp32", "A_log", "dt_bias")
-            | {"state_indices": "*i32", "cu_seqlens": "*i32", "num_accepted": "*i32", "has_initial": "*i1"},
+            | {"state_indices": "*i64", "cu_seqlens": "*i32", "num_accepted": "*i64", "has_initial": "*i1"},
             heads | dict(lower_bound=None, COLUMNS=4, ONE_TOKEN=False, RAW_GATE=True), divisible)
         ready = Kernel(
             "recurrent_kernel", runtime | pointers("fp32", "g"),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 C, K, V = 64, 128, 128   # all that the forms support
 WHOLE = 1 << 30          # chunks of the only segment of an uncut sequence
-MIN_SEGMENT = 10         # chunks: shorter segments cost more in maps than they save
+MIN_SEGMENT = 8          # chunks: shorter segments cost more in maps than they save
 
 MAIN, SIDE, HIGH, MAPS = "main", "side", "high", "maps"  # the caller's stream, and three of the thread's own (_lanes.py)
 
@@ -28,13 +28,37 @@ class Plan(NamedTuple):
     head: int = 1  # more than 1 only for one sequence
 
 
+class Share(NamedTuple):
+    """How one long sequence of few heads is shared out: into segments, of which the first ones are the head; prepare in windows
+    that end at these parts of its rows."""
+
+    heads: int
+    segments: int
+    head: int
+    windows: tuple[float, ...]
+
+
+# By the most heads. The head is as long as prepare takes; the others, two programs a head and segment, walk at once.
+SHARES = (
+    Share(5, 8, 1, ()), Share(9, 11, 3, ()), Share(13, 6, 2, (1 / 3, 2 / 3)), Share(18, 7, 3, (1 / 2,)),
+    Share(26, 6, 4, (3 / 8, 11 / 16)), Share(33, 8, 6, (1 / 2, 3 / 4)),
+)
+LONGER = {  # from 256 chunks on
+    9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3)), 33: Share(33, 8, 6, (1 / 2, 11 / 16, 7 / 8)),
+}
+
+
 def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms: int = 132) -> Plan:
     """The cut of N sequences of ``rows`` chunks in all; ``longest``: chunks of the longest one, 0 if the host does not know.
 
-    Measured on the H200: windows pay for one long sequence of 16 to 33 heads, or of 90 and more; segments up to 12 heads.
+    Measured on the H200: one long sequence is cut in segments up to 33 heads, several up to 12 heads in all; windows alone
+    pay from 90 heads on, and where a sequence of 16 to 33 heads is short or shall not be cut in segments.
     """
     programs = N * HV
-    if N == 1 and longest == rows and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
+    alone = N == 1 and longest == rows
+    if segments and alone and programs <= SHARES[-1].heads and rows >= 2 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
+        return _shared(rows, next(share for share in SHARES if programs <= share.heads))
+    if alone and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
         if programs >= 90:
             shares = (0.6, 0.8)
         elif rows < 64:
@@ -43,13 +67,30 @@ def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms
             shares = (1 / 2, 4 / 6, 5 / 6)
         else:
             shares = (1 / 2, 3 / 4)
-        return Plan("windows", (0, *(round(share * rows) for share in shares), rows))
+        return Plan("windows", _edges(rows, shares))
     if segments and programs <= 12 and longest >= 2 * MIN_SEGMENT:
         # The others beside the first one: as many as walk at once, with two programs a head.
         count = max(2, min(1 + sms // (2 * programs), longest // MIN_SEGMENT))
         seg_chunks = -(-longest // count)
         return Plan("segments", (), -(-longest // seg_chunks), seg_chunks)
     return Plan("serial")
+
+
+def _shared(rows: int, share: Share) -> Plan:
+    """One sequence of ``rows`` chunks; a short one in fewer segments and windows."""
+    if rows >= 256:
+        share = LONGER.get(share.heads, share)
+    count = max(2, min(share.segments, rows // MIN_SEGMENT))
+    seg_chunks = -(-rows // count)
+    count = -(-rows // seg_chunks)
+    head = max(1, min(count - 1, round(share.head * count / share.segments)))
+    windows = share.windows if rows >= 64 else share.windows[:1]
+    return Plan("segments", _edges(rows, windows), count, seg_chunks, head)
+
+
+def _edges(rows: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """The row boundaries of windows that end at these parts of all rows; none for a single window."""
+    return (0, *(round(share * rows) for share in shares), rows) if shares else ()
 
 
 class Prepare(NamedTuple):

@@ -1,19 +1,22 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   abd8c02866ec9f25ceb12aaccee57ba41a91faee56b7dafb86a71abf070722dc
+# inputs:   736ffab103b1f52e9ec186707e8394502d0fe5e967e5ed124f0530206969380c
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
 One program of 4 warps handles one (chunk, value head) in the wgmma accumulator layout; products take the left operand
-from registers and the right one from four 16 KB shared slots, each reused in place as the steps go on:
+from registers and the right one from six 16 KB shared slots, some reused in place as the steps go on:
   s_0  gate (raw, then fp16 log2 decay)      -> khat 2^b, right operand of w
-  s_1  k -> khat 2^F                         -> Aqk and scratch of the inverse -> w
-  s_2  q -> qg                               -> v, right operand of u
-  s_3  kg -> khat 2^F'                       -> scratch of the inverse -> u
-Prefix sums of the gate are products with 0/1 matrices. b is the inclusive prefix sum in log2 units; the pair (i, j) takes
-its decay 2^(b_i - b_j) as 2^(b_i - R) 2^(R - b_j), with R = b_0 - c for rows i of the upper half and b_32 - c for
-the lower half: no row refers to a later one, so results are causal to the bit.
+  s_1  k -> khat 2^F                         -> Aqk and scratch of the inverse
+  s_2  q -> qg                               -> w
+  s_3  khat 2^F'                             -> scratch of the inverse
+  s_4  kg                                    -> u
+  s_5  v, right operand of u
+b is the inclusive prefix sum of the gate in log2 units. The pair (i, j) takes its decay 2^(b_i - b_j) as 2^(b_i - R)
+2^(R - b_j), with R = -c for rows i of the upper half and b_31 - c for the lower half: no row refers to a later one, so
+results are causal to the bit. One product with a 0/-1 matrix gives F = R - b for all rows; every other decay (2^b, that of
+kg, that of the upper rows as the lower half sees them) is 2^F or 2^-F times a vector over the channels.
 """
 
 import torch
@@ -34,7 +37,7 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidt
 ACC_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 LEFT_16 = gl.constexpr(gl.DotOperandLayout(0, ACC_16, 2))
 RIGHT_16 = gl.constexpr(gl.DotOperandLayout(1, ACC_16, 2))
-# The order in which `prefix_matrix` of the host stores the 0/1 matrix: 4 x 16 bytes a thread, already in LEFT.
+# The order in which `matrices` stores a constant matrix: 4 x 16 bytes a thread, already in LEFT.
 STORED = gl.constexpr(gl.DistributedLinearLayout(
     reg_bases=[[1], [2], [4], [1024], [2048]], lane_bases=[[8], [16], [32], [64], [128]], warp_bases=[[256], [512]],
     block_bases=[], shape=[4096]))
@@ -88,7 +91,7 @@ def sigmoid(x):
 
 @gluon.jit
 def load_prefix(p_prefix):
-    """The matrix M[i, j] = (j <= i) as a left operand; its memory order is STORED."""
+    """A constant matrix [C, C] as a left operand; its memory order is STORED."""
     m = gl.load(p_prefix + gl.arange(0, 4096, STORED))
     # bits (col 5 4, row 5 4, row 2 1 0, col 2 1, col 3, row 3, col 0) -> (row 5 4, row 3, row 2 1 0, col 5 4, col 3, col 2 1, col 0)
     m = m.reshape([4, 4, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
@@ -152,6 +155,43 @@ def invert(b_l, i, j, s_off, s_x, s_p):
     return x + warpgroup_mma(operand(p2, LEFT_C), s_off, zero, use_acc=False)
 
 
+ACC_H = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+ACC_V = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16]))  # channels are rows
+VECTOR = gl.constexpr(gl.SliceLayout(1, ACC_V))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+SUMS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+# ACC with its rows as (half, row within it): what a pair of vectors [2, 1, K] is broadcast to without a move.
+HALVES = gl.constexpr(gl.DistributedLinearLayout(
+    reg_bases=[[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64]],
+    lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+    warp_bases=[[0, 16, 0], [1, 0, 0]], block_bases=[], shape=[2, 32, 128]))
+
+
+@gluon.jit
+def by_half(x, s_pair, TWICE: gl.constexpr = False):
+    """A tile times a pair of vectors [2, K], the first for the rows of the upper half, the second for the lower; or twice so."""
+    y = gl.convert_layout(x.reshape([2, 32, 128]), HALVES, assert_trivial=True)
+    pair = view_as(s_pair, gl.float32, [2, 1, 128], FLAT_3).load(HALVES)
+    y = y * pair
+    if TWICE:
+        y = y * pair
+    return gl.convert_layout(y.reshape([64, 128]), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def product(b_rows, s_1, s_3, is_lower):
+    """rows (columns)^T [C, C] of khat 2^F; the lower rows see the columns of the upper half as khat 2^F'."""
+    zero = gl.zeros([64, 64], gl.float32, ACC_C)
+    own = warpgroup_mma(b_rows, s_1.permute([1, 0]), zero, use_acc=False)
+    zero = gl.zeros([64, 32], gl.float32, ACC_H)
+    across = warpgroup_mma(b_rows, s_3.slice(0, 32, dim=0).permute([1, 0]), zero, use_acc=False)
+    left, right = own.reshape([64, 2, 32]).permute([0, 2, 1]).split()
+    left = gl.where(is_lower, across, gl.convert_layout(left, ACC_H, assert_trivial=True))
+    both = gl.join(left, gl.convert_layout(right, ACC_H, assert_trivial=True))
+    return gl.convert_layout(both.permute([0, 2, 1]).reshape([64, 64]), ACC_C, assert_trivial=True)
+
+
 @gluon.jit(do_not_specialize=["row_begin", "slot_base", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
 def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec,
                    row_begin, slot_base, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
@@ -167,6 +207,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_2 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_3 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+    s_4 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+    s_5 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     g_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -179,9 +221,19 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     fetch(g, i_t, i_h * 128, g_landed, s_0)
     fetch(k, i_t, i_h // GROUP * 128, k_landed, s_1)
     fetch(q, i_t, i_h // GROUP * 128, q_landed, s_2)
+    fetch(v, i_t, i_h * 128, v_landed, s_5)
     tile = (i_c - slot_base) * HV + i_h
     row = tile * 64
     b_prefix = load_prefix(prefix)
+    s_sum = gl.allocate_shared_memory(gl.float16, [8, 64], TILE)   # row 0 adds up the upper half, row 1 the lower
+    s_across = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)  # vectors for the rows of each half: see below
+    s_from = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)
+    s_last = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    i_s = gl.arange(0, 8, gl.SliceLayout(1, SUMS))[:, None]
+    i_r = gl.arange(0, 64, gl.SliceLayout(0, SUMS))[None, :]
+    s_sum.store(gl.where(i_r // 32 == i_s, 1.0, 0.0).to(gl.float16))
+    s_across.index(1).store(gl.full([128], 1.0, gl.float32, VECTOR))
+    s_from.index(0).store(gl.full([128], 1.0, gl.float32, VECTOR))
     i = gl.arange(0, 64, gl.SliceLayout(1, ACC_C))
     j = gl.arange(0, 64, gl.SliceLayout(0, ACC_C))
     p_beta = beta + i_t.to(gl.int64) * stride_beta_t + i_h * stride_beta_h
@@ -198,20 +250,17 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     if USE_SIGMOID:
         b_beta_i = sigmoid(b_beta_i) * beta_scale
     zero = gl.zeros([64, 128], gl.float32, ACC)
-    zero_c = gl.zeros([64, 64], gl.float32, ACC_C)
-    r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))[:, None]
-    t = gl.arange(0, 64, gl.SliceLayout(0, LEFT))[None, :]
 
     # Gate: log2 decay = lower_bound log2(e) sigmoid(exp(A_log) (g + bias)), as minus the square of a reciprocal root.
     mbarrier.wait(g_landed, 0)
     if valid < 64:
         fill_past_end(s_0, valid, -1e30)
-    c = -1.0 / (lower_bound * 1.4426950408889634)
-    root = gl.rsqrt(gl.exp2(s_0.load(ACC).to(gl.float32) * slope + b_bias[None, :]) * c + c)
+    a = -1.0 / (lower_bound * 1.4426950408889634)
+    root = gl.rsqrt(gl.exp2(s_0.load(ACC).to(gl.float32) * slope + b_bias[None, :]) * a + a)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store((root * (root * -1.0)).to(gl.float16))  # a negation by 0 - x would be one instruction more
 
-    # khat = k / |k|, and kg = khat 2^(b_last - b)
+    # khat = k / |k|
     mbarrier.wait(k_landed, 0)
     if valid < 64:
         fill_past_end(s_1, valid, 0.0)
@@ -220,31 +269,36 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
         k_f = b_k.to(gl.float32)
         b_k = (k_f * gl.rsqrt(gl.sum(k_f * k_f, axis=1) + 1e-6)[:, None]).to(gl.bfloat16)
     fence_async_shared()
-    b_e = warpgroup_mma(1.0 - b_prefix, s_gate, zero, use_acc=False)
-    s_3.store(b_k * gl.exp2(b_e).to(gl.bfloat16))
-    emit(s_3, kg, row)
 
-    # F = R - b: column factors 2^F, row factors 2^-F. The constant c is whole, so that 2^c is exact in bf16.
-    shift = (lower_bound * -22.361773133778932).to(gl.int32).to(gl.float32)
-    own = gl.where(t <= gl.where(r >= 32, 32, 0), 1.0, 0.0).to(gl.float16)
-    b_f = warpgroup_mma(own - b_prefix, s_gate, zero - shift, use_acc=True)
-    s_1.store(b_k * gl.exp2(b_f).to(gl.bfloat16))
-    b_row = gl.exp2(b_f * -1.0).to(gl.bfloat16)
-    b_kr = operand(b_k * b_row, LEFT_C)
-    # F': the same columns as rows of the lower half see them; rows below 32 move to R = b_32 - c, the rest add zeros.
-    move = gl.where((t <= 32) & (t >= 1) & (r < 32), 1.0, 0.0).to(gl.float16)
-    b_f = warpgroup_mma(move, s_gate, b_f, use_acc=True)
-    b_kc = b_k * gl.exp2(b_f).to(gl.bfloat16)
-    drain()
-    s_3.store(b_kc)
+    # The sums of the gate over each half by channel, b_31 and b_63 - b_31, and the vectors made of them
+    c = (lower_bound * -23.083120654223414).to(gl.int32).to(gl.float32)  # whole: 2^c is exact in bf16
+    zero_v = gl.zeros([128, 8], gl.float32, ACC_V)
+    b_sums = warpgroup_mma(s_gate.permute([1, 0]), s_sum.permute([1, 0]), zero_v, use_acc=False)
+    i_s = gl.arange(0, 8, gl.SliceLayout(0, ACC_V))[None, :]
+    b_upper = gl.sum(gl.where(i_s == 0, b_sums, 0.0), axis=1)
+    b_lower = gl.sum(gl.where(i_s == 1, b_sums, 0.0), axis=1)
+    s_across.index(0).store(gl.exp2(b_upper * 0.5))  # twice this: F -> F' of an upper row; at once it could underflow
+    s_from.index(1).store(gl.exp2(b_upper))          # 2^(b - R - c) -> 2^b of a lower row
+    s_last.store(gl.exp2(b_lower + c))               # 2^F' -> 2^(b_last - b)
+    p_dec = dec + tile.to(gl.int64) * 128 + gl.arange(0, 128, VECTOR)
+    gl.store(p_dec, gl.exp2(b_upper + b_lower))      # the chunk's decay
 
-    # 2^b: its last row is the chunk's decay; kx = khat 2^b waits in s_0 for w
-    b_e = gl.exp2(warpgroup_mma(b_prefix, s_gate, zero, use_acc=False))
-    i_k = gl.arange(0, 64, gl.SliceLayout(1, ACC))[:, None]
-    p_dec = dec + tile.to(gl.int64) * 128 + d[None, :]
-    gl.store(p_dec + i_k * 0, b_e, mask=i_k == 63)
-    b_e = b_e.to(gl.bfloat16)
+    # F = R - b: column factors 2^F, row factors 2^-F. F': the columns of the upper half as the rows of the lower see them,
+    # from which also kg = khat 2^(b_last - b): where it underflows, later rows of the channel weigh 2^15 times as much
+    b_f = warpgroup_mma(b_prefix, s_gate, zero - c, use_acc=True)
+    b_col = gl.exp2(b_f)
+    b_row = gl.exp2(b_f * -1.0)
+    s_1.store(b_k * b_col.to(gl.bfloat16))
+    b_col = by_half(b_col, s_across, True)
+    s_3.store(b_k * b_col.to(gl.bfloat16))
+    s_4.store(b_k * (b_col * s_last.load(gl.SliceLayout(0, ACC))[None, :]).to(gl.bfloat16))
+    emit(s_4, kg, row)
+
+    # 2^b; kx = khat 2^b waits in s_0 for w
+    b_e = by_half(b_row * gl.exp2(-c), s_from).to(gl.bfloat16)
     s_0.store(b_k * b_e)
+    b_row = b_row.to(gl.bfloat16)
+    b_kr = operand(b_k * b_row, LEFT_C)
 
     # qhat = scale q / |q|, and qg = qhat 2^b
     mbarrier.wait(q_landed, 0)
@@ -256,22 +310,16 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_2.store(b_q * b_e)
     emit(s_2, qg, row)
 
-    # Aqk (j <= i) and L = beta_i Akk (j < i); what the unused half of a product overflows to goes by selection
-    b_qr = operand(b_q * b_row, LEFT_C)
+    # Aqk (j <= i) and L = beta_i Akk (j < i); what the upper triangle of a product overflows to goes by selection
     ri = i[:, None]
     cj = j[None, :]
-    lower = ri >= 32
-    upper_a = warpgroup_mma(b_qr, s_1.permute([1, 0]), zero_c, use_acc=False)
-    lower_a = warpgroup_mma(b_qr, s_3.permute([1, 0]), zero_c, use_acc=False)
-    b_aqk = gl.where(ri >= cj, gl.where(lower, lower_a, upper_a), 0.0).to(gl.bfloat16)
-    upper_a = warpgroup_mma(b_kr, s_1.permute([1, 0]), zero_c, use_acc=False)
-    lower_a = warpgroup_mma(b_kr, s_3.permute([1, 0]), zero_c, use_acc=False)
-    b_l = gl.where(ri > cj, gl.where(lower, lower_a, upper_a) * b_beta_i[:, None], 0.0).to(gl.float16)
+    is_lower = gl.arange(0, 64, gl.SliceLayout(1, ACC_H))[:, None] >= 32
+    b_qr = operand(b_q * b_row, LEFT_C)
+    b_aqk = gl.where(ri >= cj, product(b_qr, s_1, s_3, is_lower), 0.0).to(gl.bfloat16)
+    b_l = gl.where(ri > cj, product(b_kr, s_1, s_3, is_lower) * b_beta_i[:, None], 0.0).to(gl.float16)
     s_aqk = view_as(s_1, gl.bfloat16, [2, 64, 64], TILE).index(0)
     s_aqk.store(b_aqk)
     emit(s_aqk, aqk, row)
-    drain()
-    fetch(v, i_t, i_h * 128, v_landed, s_2)
 
     # X = (I + L)^-1; then w = X beta kx and u = X beta v
     b_beta_j = gl.convert_layout(b_beta_i, gl.SliceLayout(0, ACC_C))
@@ -279,22 +327,27 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_p = view_as(s_1, gl.float16, [2, 64, 64], TILE).index(1)
     b_x = invert(b_l, ri, cj, s_scratch.index(0), s_scratch.index(1), s_p)
     b_x = operand((b_x * b_beta_j[None, :]).to(gl.bfloat16), LEFT)
-    s_1.store(warpgroup_mma(b_x, s_0, zero, use_acc=False).to(gl.bfloat16))
-    emit(s_1, w, row)
+    b_w = warpgroup_mma(b_x, s_0, zero, use_acc=False).to(gl.bfloat16)
+    tma.store_wait(1)  # all but Aqk have left
+    thread_barrier()
+    s_2.store(b_w)
+    emit(s_2, w, row)
     mbarrier.wait(v_landed, 0)
     if valid < 64:
-        fill_past_end(s_2, valid, 0.0)
+        fill_past_end(s_5, valid, 0.0)
         fence_async_shared()
-    s_3.store(warpgroup_mma(b_x, s_2, zero, use_acc=False).to(gl.bfloat16))
-    emit(s_3, u, row)
+    s_4.store(warpgroup_mma(b_x, s_5, zero, use_acc=False).to(gl.bfloat16))
+    emit(s_4, u, row)
     tma.store_wait(0)
+    s_1._keep_alive()  # until here: nothing may be placed over Aqk while it is copied
     mbarrier.invalidate(g_landed)
     mbarrier.invalidate(k_landed)
     mbarrier.invalidate(q_landed)
     mbarrier.invalidate(v_landed)
 def matrices(device):
-    """The 0/1 matrix M[i, j] = (j <= i), fp16, in the order STORED: what ``launch`` takes as ``prefix``."""
-    m = torch.ones(64, 64, dtype=torch.float16, device=device).tril()
+    """What ``launch`` takes as ``prefix``: M[i, j] = -1 where j <= i and both are rows of one half, else 0; fp16, in the order STORED."""
+    half = -torch.ones(32, 32, dtype=torch.float16, device=device).tril()
+    m = torch.block_diag(half, half)
     return m.reshape(4, 2, 8, 4, 2, 4, 2).permute(3, 0, 2, 5, 4, 1, 6).contiguous().view(-1)
 
 

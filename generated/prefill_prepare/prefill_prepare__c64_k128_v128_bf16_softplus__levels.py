@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   69b2649f9902357232bd7d676461ee713dc9424cbc73b6861abc5421768aaa95
+# inputs:   08e718f85d6f4e87fd2886d45c53ef37b3860b0a54a87825fc99f1e9c22d09c6
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, all factors <= 1.
 
@@ -35,7 +35,7 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidt
 ACC_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 LEFT_16 = gl.constexpr(gl.DotOperandLayout(0, ACC_16, 2))
 RIGHT_16 = gl.constexpr(gl.DotOperandLayout(1, ACC_16, 2))
-# The order in which `prefix_matrix` of the host stores the 0/1 matrix: 4 x 16 bytes a thread, already in LEFT.
+# The order in which `matrices` stores a constant matrix: 4 x 16 bytes a thread, already in LEFT.
 STORED = gl.constexpr(gl.DistributedLinearLayout(
     reg_bases=[[1], [2], [4], [1024], [2048]], lane_bases=[[8], [16], [32], [64], [128]], warp_bases=[[256], [512]],
     block_bases=[], shape=[4096]))
@@ -89,7 +89,7 @@ def sigmoid(x):
 
 @gluon.jit
 def load_prefix(p_prefix):
-    """The matrix M[i, j] = (j <= i) as a left operand; its memory order is STORED."""
+    """A constant matrix [C, C] as a left operand; its memory order is STORED."""
     m = gl.load(p_prefix + gl.arange(0, 4096, STORED))
     # bits (col 5 4, row 5 4, row 2 1 0, col 2 1, col 3, row 3, col 0) -> (row 5 4, row 3, row 2 1 0, col 5 4, col 3, col 2 1, col 0)
     m = m.reshape([4, 4, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])

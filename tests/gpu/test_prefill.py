@@ -156,7 +156,8 @@ def test_slices_of_one_projection(rng, which):
         wanted = run(tensors, options, [100, 33])
         assert same(run(views, options, [100, 33]), wanted)
     # addresses and strides that no tensor map can have: the portable kernels run
-    check(run(odd, options, [100, 33]), oracle(tensors, options, [100, 33]), LIMITS["bounded"])
+    # (no sequence of length 0 here, whose exact state would hide the error of the others)
+    check(run(odd, options, [100, 33]), oracle(tensors, options, [100, 33]), (6e-3, 5e-3))
 
 
 @pytest.mark.parametrize("which", ["default", "portable"])

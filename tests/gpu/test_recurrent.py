@@ -60,7 +60,8 @@ def test_head_dims(rng, K, V):
     want, final_ref = R.recurrent_kda(**x, **options)
     x |= {n: sliced(rng, x[n]) for n in ("q", "k", "v", "g", "beta")}  # NaN on both sides
     o, final = fused_recurrent_kda(**x, **options)
-    assert relative(o, want) < OUTPUT[torch.bfloat16]
+    few = o.numel() < 100  # then the norm is that of a few elements, each rounded by up to 2^-8
+    assert relative(o, want) < (2**-8 if few else OUTPUT[torch.bfloat16])
     assert relative(final, final_ref) < STATE
 
 
