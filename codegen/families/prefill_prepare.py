@@ -122,7 +122,7 @@ class Prepare(Family):
         signature = pointers(spec.dtype, "q", "k", "v", "g", "beta") | pointers("fp32", "A_log", "dt_bias")
         signature |= {"chunk_table": "*i32", "matrices": "*fp32" if spec.dtype == "fp32" else "*fp16"}
         signature |= pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | pointers("fp32", "dec")
-        signature |= dict.fromkeys(("row_begin", "slot_base", "H", "HV"), "i32")
+        signature |= dict.fromkeys(("row_begin", "slot_base", "T", "H", "HV"), "i32")
         signature |= dict.fromkeys(("lower_bound", "scale", "beta_scale"), "fp32") | dict.fromkeys(STRIDES, "i32")
         constants: dict[str, object] = {"L2NORM": True, "SIGMOID_BETA": True}
         if spec.gate == "log":
@@ -140,7 +140,7 @@ class Prepare(Family):
         signature = dict.fromkeys(("q", "k", "v", "g", "qg", "kg", "w", "u"), tile(spec.k)) | {"aqk": tile(spec.chunk)}
         signature |= pointers("bf16", "beta") | pointers("fp32", "A_log", "dt_bias", "dec")
         signature |= {"chunk_table": "*i32", "prefix": "*fp16"}
-        signature |= dict.fromkeys(("row_begin", "slot_base", "HV", "GROUP", "stride_beta_t", "stride_beta_h"), "i32")
+        signature |= dict.fromkeys(("row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"), "i32")
         signature |= dict.fromkeys(("lower_bound", "scale", "beta_scale"), "fp32")
         return Kernel("prepare_kernel", signature, {"USE_L2NORM": True, "USE_SIGMOID": True})
 

@@ -97,8 +97,8 @@ class State(Family):
         if schedule.form:
             return self._tma_kernels(spec, schedule)
         intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
-        sizes = dict.fromkeys(("row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "checkpoints",
-                               "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
+        sizes = dict.fromkeys(("T", "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride",
+                               "checkpoints", "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
         signature = intermediates | pointers(spec.dtype, "o") | {"cu_seqlens": "*i32", "chunk_offsets": "*i64"} | sizes
         base = {"V_FIRST": True, "STAGES": schedule.stages}
         absent = dict.fromkeys(("read_slots", "has_initial", "write_slots", "mid_in", "mid_out", "ckpt_offsets",
@@ -123,8 +123,8 @@ class State(Family):
         signature |= pointers("i32", "read_slots", "write_slots", "ckpt_offsets", "ckpt_slots")
         strides = [f"stride_{x}" for x in ("o_t", "o_h", "in", "in_h", "out", "out_h", "ckpt", "ckpt_h")]
         signature |= dict.fromkeys((
-            "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "pad_slot", "pool_slots", "N",
-            "HV", *strides, "stride_read", "stride_write", "stride_at", "stride_ckpt_slots", "CKPTS"), "i32")
+            "T", "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "pad_slot", "pool_slots",
+            "N", "HV", *strides, "stride_read", "stride_write", "stride_at", "stride_ckpt_slots", "CKPTS"), "i32")
         pool = ("read_slots", "has_initial", "write_slots", "ckpt_offsets", "ckpt_slots", "ckpt_pool")
         found = []
         for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__bk128
-# inputs:   3fd9d3bc02ea09d6fb29c8c1a7713afec61c66795206c52d458add7ceffd6e65
+# inputs:   eab9f6e9db131406eee08302c0fa0c1223a787e4dd00b4eba760d635d9cad956
 
 """Prefill, first kernel: all of a chunk that does not depend on the state (KDA's chunk form).
 
@@ -70,13 +70,13 @@ def _sums(p_matrix, b_gate):
 
 
 # the window of chunks differs from step to step: no new binary for it
-@triton.jit(do_not_specialize=["row_begin", "slot_base"])
+@triton.jit(do_not_specialize=["row_begin", "slot_base", "T"])
 def prepare_kernel(
     q, k, v, g, beta,  # [.., H, K], [.., H, K], [.., HV, V], [.., HV, K], [.., HV] bf16 (g, beta: or fp32)
     A_log, dt_bias,  # [HV], [HV, K] fp32, or None
     chunk_table, matrices,  # [rows, 4] int32, [.., C, C]
     qg, kg, w, u, aqk, dec,  # [slots, HV, C, 128] x3, [slots, HV, C, 128], [slots, HV, C, C], [slots, HV, 128] fp32
-    row_begin, slot_base, H, HV, lower_bound, scale, beta_scale,
+    row_begin, slot_base, T, H, HV, lower_bound, scale, beta_scale,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sg_t, sg_h, sbeta_t, sbeta_h,
     L2NORM: tl.constexpr, SIGMOID_BETA: tl.constexpr,
 ):
@@ -87,11 +87,11 @@ def prepare_kernel(
     i_row = row_begin + tl.program_id(0) // HV
     i_h = i_hv // (HV // H)
     t_0 = tl.load(chunk_table + i_row * 4).to(tl.int64)
-    if t_0 < 0:  # past the end of a bounded table
+    if (t_0 < 0) | (t_0 >= T):  # past the end of a bounded table, or of the tokens
         return
     r = tl.arange(0, C)
     valid = tl.load(chunk_table + i_row * 4 + 1)  # rows of this sequence
-    m_r = r < valid
+    m_r = (r < valid) & (r < T - t_0)
     i_tile = (i_row - slot_base).to(tl.int64) * HV + i_hv
     ri = r[:, None]
     cj = tl.arange(0, C)[None, :]
@@ -178,9 +178,9 @@ def prepare_kernel(
     # the table again: cheaper than to keep rows, masks and offsets in registers all through the inverse
     t_0 = tl.load(chunk_table + i_row * 4).to(tl.int64)
     valid = tl.load(chunk_table + i_row * 4 + 1)
-    m_r = r < valid
+    m_r = (r < valid) & (r < T - t_0)
     j = tl.arange(0, C)
-    b_beta = _strength(beta + t_0 * sbeta_t + i_hv * sbeta_h + j * sbeta_t, j < valid, beta_scale, SIGMOID_BETA)
+    b_beta = _strength(beta + t_0 * sbeta_t + i_hv * sbeta_h + j * sbeta_t, (j < valid) & (j < T - t_0), beta_scale, SIGMOID_BETA)
     b_x = (b_x * b_beta[None, :]).to(tl.bfloat16)  # X diag(beta)
 
     # w = X (beta k 2^G)
@@ -204,7 +204,7 @@ def launch(
     """
     prepare_kernel[((row_end - row_begin) * HV,)](
         q, k, v, g, beta, A_log, dt_bias, chunk_table, matrices, qg, kg, w, u, aqk, dec,
-        row_begin, slot_base, H, HV, lower_bound, scale, beta_scale,
+        row_begin, slot_base, q.shape[:-2].numel(), H, HV, lower_bound, scale, beta_scale,
         q.stride(-3), q.stride(-2), k.stride(-3), k.stride(-2), v.stride(-3), v.stride(-2), g.stride(-3), g.stride(-2),
         beta.stride(-2), beta.stride(-1),
         L2NORM=l2norm, SIGMOID_BETA=sigmoid_beta, num_warps=num_warps, num_stages=num_stages,

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   736ffab103b1f52e9ec186707e8394502d0fe5e967e5ed124f0530206969380c
+# inputs:   49cb65bd475d4d8f65d21f7d827235a7498b9f08e504e1304ba6239a5a55e5be
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -192,17 +192,18 @@ def product(b_rows, s_1, s_3, is_lower):
     return gl.convert_layout(both.permute([0, 2, 1]).reshape([64, 64]), ACC_C, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["row_begin", "slot_base", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
+@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
 def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec,
-                   row_begin, slot_base, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
+                   row_begin, slot_base, T, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
                    USE_L2NORM: gl.constexpr, USE_SIGMOID: gl.constexpr):
     pid = gl.program_id(0)
     i_h = pid % HV
     i_c = row_begin + pid // HV
     i_t = gl.load(chunk_table + 4 * i_c)        # first token; negative in the spare rows of a bounded table
     valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
-    if i_t < 0:
+    if (i_t < 0) | (i_t >= T):
         return
+    valid = gl.minimum(valid, T - i_t)          # whatever the device's boundaries say, there are T tokens
     s_0 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_2 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
@@ -376,6 +377,6 @@ def launch(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, 
     if row_end > row_begin:
         return prepare_kernel[((row_end - row_begin) * HV,)](
             tiles_of(q, 128), tiles_of(k, 128), tiles_of(v, 128), tiles_of(g, 128), beta, A_log, dt_bias,
-            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, HV, HV // H,
+            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), HV, HV // H,
             beta.stride(-2), beta.stride(-1), lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
             num_warps=num_warps, num_stages=num_stages)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   08e718f85d6f4e87fd2886d45c53ef37b3860b0a54a87825fc99f1e9c22d09c6
+# inputs:   e58b4feb5727f92e5ea0a85d734b29a424121b30f6032bdeb2897b2d06f7f357
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, all factors <= 1.
 
@@ -172,17 +172,18 @@ def widen(b_blocks):
     return gl.convert_layout(wide, ACC_C)
 
 
-@gluon.jit(do_not_specialize=["row_begin", "slot_base", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
+@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
 def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec,
-                   row_begin, slot_base, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
+                   row_begin, slot_base, T, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
                    USE_L2NORM: gl.constexpr, USE_SIGMOID: gl.constexpr):
     pid = gl.program_id(0)
     i_h = pid % HV
     i_c = row_begin + pid // HV
     i_t = gl.load(chunk_table + 4 * i_c)        # first token; negative in the spare rows of a bounded table
     valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
-    if i_t < 0:
+    if (i_t < 0) | (i_t >= T):
         return
+    valid = gl.minimum(valid, T - i_t)          # whatever the device's boundaries say, there are T tokens
     s_0 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_2 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
@@ -401,6 +402,6 @@ def launch(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, 
     if row_end > row_begin:
         return prepare_kernel[((row_end - row_begin) * HV,)](
             tiles_of(q, 128), tiles_of(k, 128), tiles_of(v, 128), tiles_of(g, 128), beta, A_log, dt_bias,
-            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, HV, HV // H,
+            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), HV, HV // H,
             beta.stride(-2), beta.stride(-1), lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
             num_warps=num_warps, num_stages=num_stages)

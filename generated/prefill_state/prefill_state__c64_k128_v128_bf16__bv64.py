@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__bv64
-# inputs:   baef3b7bf519f671d6e8f4d4bda74852a8658486da57b7849b53926325d32c63
+# inputs:   ffbbf60ae253593f52a11b41f85b9808ebcbac261623442f2b0e6c504c570793
 
 """Prefill, second kernel: the state over the chunks of each sequence, and the outputs (KDA's chunk form).
 
@@ -61,7 +61,7 @@ def _is_padding(slot, pad_slot, slots):
 def state_kernel(
     qg, kg, w, u, aqk, dec, o,  # as prefill_prepare leaves them; o [.., HV, V]
     cu_seqlens, chunk_offsets,  # [N+1] tokens, [N+1] chunk rows
-    row_begin, row_end, slot_base, seg_begin, seg_chunks,
+    T, row_begin, row_end, slot_base, seg_begin, seg_chunks,
     h_in, read_slots, has_initial, h_out, write_slots,  # states [slots or N, HV, V, K] or [.., K, V]; any may be None
     mid_in, mid_out, mid_stride,  # [.., HV, 128, 128] fp32 or None: states between windows or segments
     ckpt_offsets, ckpt_slots, ckpt_pool, checkpoints,  # [N, checkpoints] int32, or None
@@ -81,8 +81,8 @@ def state_kernel(
     if (i_lo < i_hi) | ((c_0 == c_1) & (row_begin == 0) & (i_s == 0)):  # an empty sequence hands its state on
         first = i_lo <= c_0
         last = (i_hi >= c_1) | (c_0 == c_1)
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+        bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int64)  # the tokens that exist
+        eos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1), bos), T).to(tl.int64)
         t_0 = bos + (i_lo - c_0).to(tl.int64) * C
         d = tl.arange(0, 128)
         dv = i_v * 64 + tl.arange(0, 64)
@@ -165,8 +165,8 @@ def launch(
     stride = lambda x, i: 0 if x is None else x.stride(i)
     pool = h_in if read_slots is not None else h_out if write_slots is not None else ckpt_pool
     state_kernel[(2 * HV * N * segs,)](
-        qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin, row_end, slot_base, seg_begin, seg_chunks,
-        h_in, read_slots, has_initial, h_out, write_slots, mid_in, mid_out, mid_stride,
+        qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, o.shape[:-2].numel(), row_begin, row_end, slot_base,
+        seg_begin, seg_chunks, h_in, read_slots, has_initial, h_out, write_slots, mid_in, mid_out, mid_stride,
         ckpt_offsets, ckpt_slots, ckpt_pool, 0 if ckpt_offsets is None else ckpt_offsets.shape[1],
         pad_slot, 0 if pool is None else pool.shape[0], N, HV, o.stride(-3), o.stride(-2),
         stride(h_in, 0), stride(h_in, 1), stride(h_out, 0), stride(h_out, 1), stride(ckpt_pool, 0), stride(ckpt_pool, 1),

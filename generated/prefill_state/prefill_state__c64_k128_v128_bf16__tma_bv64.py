@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state_tma.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__tma_bv64
-# inputs:   4f11d282c2962b1a03d053b7418934306d7d47831dc1941e98e6074014f2a447
+# inputs:   f2358c1fbcc71ad2e1e824b96deb9f2ae1fe83eebe39669e3105501ff18dda69
 
 """Prefill, the state pass, for sm90: walks the chunks of one head of one sequence, 64 value channels a program.
 
@@ -70,9 +70,9 @@ def walk(b_h, qg, kg, w, u, aqk, dec, o, lo, hi, c_0, bos, eos, slot_base, i_h, 
 
 
 @triton.jit(do_not_specialize=[
-    "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "pad_slot", "pool_slots", "N", "HV", "CKPTS",
+    "T", "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride", "pad_slot", "pool_slots", "N", "HV", "CKPTS",
     "stride_read", "stride_write", "stride_at", "stride_ckpt_slots"])
-def state_kernel(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin, row_end, slot_base, seg_begin, seg_chunks,
+def state_kernel(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, T, row_begin, row_end, slot_base, seg_begin, seg_chunks,
                  h_in, read_slots, has_initial, h_out, write_slots, mid_in, mid_out, mid_stride, ckpt_offsets, ckpt_slots, ckpt_pool,
                  pad_slot, pool_slots, N, HV, stride_o_t, stride_o_h, stride_in, stride_in_h, stride_out, stride_out_h,
                  stride_ckpt, stride_ckpt_h, stride_read, stride_write, stride_at, stride_ckpt_slots, CKPTS,
@@ -84,8 +84,8 @@ def state_kernel(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin
     i_s = seg_begin + pid // (2 * HV * N)
     c_0 = tl.load(chunk_offsets + i_n).to(tl.int32)      # the sequence's rows of the chunk table
     c_1 = tl.load(chunk_offsets + i_n + 1).to(tl.int32)
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    eos = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int64)  # the tokens that exist
+    eos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1), bos), T).to(tl.int64)
     slot_in = i_n
     slot_out = i_n
     is_padded = False   # a padding sequence is neither read nor written, and its outputs are zero
@@ -173,7 +173,7 @@ def launch(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin, row_
     of = lambda x, *axes: [0 if x is None else x.stride(axis) for axis in axes]
     return state_kernel[(2 * HV * N * segs,)](
         rows_of(qg, 128), rows_of(kg, 128), rows_of(w, 128), rows_of(u, 64), rows_of(aqk, 64), dec,
-        o, cu_seqlens, chunk_offsets, row_begin, row_end, slot_base, seg_begin, seg_chunks, h_in, read_slots, has_initial,
+        o, cu_seqlens, chunk_offsets, o.shape[:-2].numel(), row_begin, row_end, slot_base, seg_begin, seg_chunks, h_in, read_slots, has_initial,
         h_out, write_slots, mid_in, mid_out, mid_stride, ckpt_offsets, ckpt_slots, ckpt_pool, pad_slot,
         0 if pool is None else pool.shape[0], N, HV, *of(o, -3, -2), *of(h_in, 0, 1), *of(h_out, 0, 1),
         *of(ckpt_pool, 0, 1), *of(read_slots, 0), *of(write_slots, 0), *of(ckpt_offsets, 0), *of(ckpt_slots, 0),
