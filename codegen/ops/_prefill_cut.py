@@ -29,8 +29,8 @@ class Plan(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How one long sequence of few heads is shared out: into segments, of which the first ones are the head; prepare in windows
-    that end at these parts of its rows."""
+    """How one long sequence of few heads is shared out: into segments, of which the first ones are the head; prepare in
+    windows that end at these parts of its rows."""
 
     heads: int
     segments: int
@@ -44,7 +44,8 @@ SHARES = (
     Share(26, 6, 4, (3 / 8, 11 / 16)), Share(33, 8, 6, (1 / 2, 3 / 4)),
 )
 LONGER = {  # from 256 chunks on
-    9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3)), 33: Share(33, 8, 6, (1 / 2, 11 / 16, 7 / 8)),
+    9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3)),
+    33: Share(33, 8, 6, (1 / 2, 11 / 16, 7 / 8)),
 }
 
 

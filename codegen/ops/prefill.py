@@ -172,7 +172,7 @@ def chunk_kda(
 
 
 def _check_ends(cu_seqlens_cpu: torch.Tensor, tokens: int) -> None:
-    """Refuse host boundaries that leave the tokens there are: the kernels take the device's copy at its word."""
+    """Refuse host boundaries that are not those of the tokens there are; the device's copy the kernels clamp to them."""
     edges = cu_seqlens_cpu.numpy()
     if edges.size and (edges[0] != 0 or edges[-1] != tokens):
         refuse("cu_seqlens_cpu", f"boundaries from {edges[0]} to {edges[-1]}",

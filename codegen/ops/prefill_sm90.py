@@ -81,7 +81,6 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
     return True
 
 
-
 def _hooked() -> bool:
     """Whether a profiler watches Triton's launches: then they take Triton's own way."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
@@ -238,8 +237,8 @@ class Once:
     def fast_walk(self, kernel: MapKernel, step: Walk) -> tuple[int, tuple]:
         layout, states = self.layout, self.states
         return V // kernel.box(WALKED.index("u")) * layout.HV * layout.N * step.count, (
-            *self.maps(kernel, WALKED), *self.tables, layout.tokens, step.begin, step.end, 0, step.first, step.chunks, *states[:5],
-            self.at("hs", step.read), self.at("hs", step.write), layout.mid_stride, *states[5:], *layout.walk_end)
+            *self.maps(kernel, WALKED), *self.tables, layout.tokens, step.begin, step.end, 0, step.first, step.chunks,
+            *states[:5], self.at("hs", step.read), self.at("hs", step.write), layout.mid_stride, *states[5:], *layout.walk_end)
 
     def plain_walk(self, step: Walk):
         call, states = self.call, _states(self.call)
