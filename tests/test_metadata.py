@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +15,9 @@ from inputs import cu_seqlens as boundaries
 from kdagen import dispatch, families
 from kdagen.errors import ArgumentError, ArgumentTypeError, KdagenError
 from kdagen.families.step_tables import MAX_SCHEDULES
+from kdagen.launch import Handle
+from kdagen.ops import _tables_source
+from kdagen.ops._tables import exact_sizes, plan, write
 from kdagen.ops.metadata import build_conv1d_chunk_schedule, prepare_chunk_metadata_device, step_tables
 from kdagen.reference import chunk_table, conv_schedule
 from kdagen.spec import CHUNKS, Problem, Spec, Variant, parse
@@ -125,7 +131,7 @@ def test_conv_vector(path):
 
 @pytest.mark.parametrize("sequences", [128, 129, 1023, 1024, 1025, 2100])
 def test_more_sequences_than_one_read(path, rng, sequences):
-    """A program passes over 1,024 sequences at a time, in groups of 128; counts around both, and beyond twice the first."""
+    """A program reads up to 128 sequences at once, more of them 1,024 at a time; counts around both, and beyond twice."""
     lengths = torch.randint(0, 3, (sequences,), generator=rng)
     lengths[torch.randint(0, sequences, (3,), generator=rng)] = 200
     check_all(boundaries(lengths.tolist()), 64, [], spare=10)
@@ -225,10 +231,95 @@ def test_every_call_owns_its_buffers(path):
     second = build_conv1d_chunk_schedule(cu, 16, "cpu")
     both = step_tables(cu, cu, blocks=[8, 16])
     tensors = [value for made in (first, second, *both.schedules.values()) for name, value in made.items() if name != "tot"]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     for tensor in tensors[2:]:
         tensor.fill_(POISON)
     assert all(torch.equal(first[name], value) for name, value in kept.items())
+
+
+# ---- what a step with prefills needs besides
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(st.integers(0, 3), edges, st.integers(0, 300)), min_size=1, max_size=40), st.data())
+def test_requests(path, lengths, data):
+    """Base sequences are left out of everything, the next ``first`` of the chunk table; inputs are strided."""
+    base = data.draw(st.integers(0, len(lengths) - 1))
+    first = data.draw(st.integers(0, len(lengths) - base))
+    cu = boundaries(lengths)
+    before = torch.tensor([data.draw(st.sampled_from([0, 0, 1, 50])) for _ in lengths], dtype=torch.int32)
+    lens = torch.stack([cu.diff() + before, torch.full_like(before, POISON)], 1)[:, 0]
+    table = torch.arange(3 * len(lengths), dtype=torch.int32).view(-1, 3)
+    planned, rest = plan(64, 8, 3), cu[base:]
+    sizes = [exact_sizes("x", rest[first:], len(rest) - 1 - first, planned, True)[0],
+             *exact_sizes("x", rest, len(rest) - 1, planned, True)[1:]]
+    tables, requests = write(cu, len(rest) - 1, planned, sizes, -1, True, False, False,
+                             (base, first, lens, lens.stride(0), table, table.stride(0)))
+    chunked = rest[first:] - rest[first]
+    indices, offsets = chunk_table(chunked, 64)
+    assert_same(tables.chunk_indices, indices)
+    assert_same(tables.chunk_offsets, offsets)
+    assert_same(tables.chunk_rows, chunk_rows(chunked, 64))
+    for block in (8, 3):
+        assert_schedule(tables.schedules[block], rest, block)
+    assert_same(requests.starts, chunked)
+    assert_same(requests.slots, table[base + first:, 0].contiguous())
+    assert_same(requests.carries, before[base:] > 0)
+    assert_same(requests.first_carries, before[base + first:] > 0)
+
+
+# ---- the short way to launch
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("sizes", "kind"), [
+    ((64, 8), (False, False, False)), ((64, 8, 3), (True, True, False)), ((64,), (False, False, False)),
+    ((0, 8), (False, False, False)), ((64, 8), (True, False, True)), ((64, 8, 3), (True, True, True))])
+def test_a_direct_launch_passes_what_launch_does(monkeypatch, sizes, kind, apart):
+    """Addresses, sizes, the grid and the order of both: the composed call beside the generated module's ``launch``."""
+    requests = kind[2]
+    chunk, *blocks = sizes
+    planned, cu = plan(chunk or None, *blocks), boundaries([5, 0, 130, 700, 1])
+    spec = Spec.make("step_tables", chunk=chunk, dtype="i32", schedules=len(blocks), requests=requests)
+    module = dispatch.pick(spec, Problem(1, 1, 1), dispatch.devices.named("h200")).module
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launches.append((*grid, *arguments, options["ROWS"]))
+
+    def call(x, y, z, stream, function, cooperative, pdl, _1, _2, packed, _3, _4, _5, *values):
+        assert (y, z, stream, function, cooperative, pdl, packed) == (1, 1, "stream 3", "function", 0, 1, "packed")
+        launches.append((x, *values))
+
+    monkeypatch.setattr(module, "step_tables_kernel", Kernel())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream {index}", raising=False)
+    hooked = SimpleNamespace(calls=[])
+    monkeypatch.setattr(_tables_source, "knobs", SimpleNamespace(
+        runtime=SimpleNamespace(launch_enter_hook=hooked, launch_exit_hook=hooked)))
+    direct = Handle(None, True, call, "function", 0, 1, "packed"), module.ROWS, 3
+    tables = _tables_source.compose(planned, torch.int32, *kind, apart, run=module.launch, cuda=False, direct=direct)
+    n_rows = exact_sizes("x", cu, 5, planned, True)
+    table = torch.zeros(5, 2, dtype=torch.int32)
+    given = (cu, 5, n_rows, *((0, 2, cu, 1, table, 2) if requests else ()))
+    made = tables(*given)
+    hooked.calls.append("a profiler")
+    again = tables(*given)
+    grid = sum(-(-size // module.ROWS) for size in n_rows) + requests
+    assert [launch[0] for launch in launches] == [grid, grid]
+    where = {leaf.data_ptr(): number for leaves in (made, again)
+             for number, leaf in enumerate(leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor))}
+    where |= {cu.data_ptr(): "cu_seqlens", table.data_ptr(): "table"}
+    direct, plain = ([where.get(value.data_ptr() if isinstance(value, torch.Tensor) else value, value) for value in launch]
+                     for launch in launches)
+    assert direct == plain and not [value for value in plain if isinstance(value, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    assert all(leaf.data_ptr() % 16 == 0 for leaf in leaves)
+    spans = sorted((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    allocations = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    assert len(allocations) == (len(leaves) if apart else len({leaf.dtype for leaf in leaves}))
 
 
 # ---- refusals: which argument, what came, what was expected

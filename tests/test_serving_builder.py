@@ -256,6 +256,27 @@ def test_aligned_slots(step, block_size):
     check(metadata, rows, k, keep)
 
 
+@pytest.mark.parametrize("lens, prefilling, drafts, k", [
+    ([1, 1, 70, 3, 0], [False, False, True, True, True], None, 0), ([70, 0, 3], [True] * 3, None, 0),
+    ([1, 0, 1, 1, 200], None, None, 0), ([3, 1, 2, 100, 0, 65], None, [2, 0, 1, -1, -1, -1], 2)])
+def test_prefills_through_the_interpreted_kernel(monkeypatch, lens, prefilling, drafts, k):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seq_lens = [n + (10 if i % 2 or n < 4 else 0) for i, n in enumerate(lens)]
+    metadata, rows = build(lens, seq_lens, prefilling, drafts, k, conv_blocks=(8, 32))
+    assert metadata.num_prefills
+    check(metadata, rows, k, blocks=(8, 32))
+
+
+def test_strided_inputs_of_a_step_with_prefills():
+    """An engine's seq_lens and boundaries may be columns of wider tensors."""
+    batch = Batch.make([1, 70], [9, 70], random_table(2, 3), is_prefilling=[False, True])
+    wide = lambda tensor: torch.stack([tensor, torch.full_like(tensor, SENTINEL)], 1)[:, 0]
+    batch.query_start_loc, batch.seq_lens = wide(batch.query_start_loc), wide(batch.seq_lens)
+    metadata = KDAMetadataBuilder("cpu").build(batch)
+    assert metadata.has_initial_state.tolist() == [True, False] and metadata.prefill_query_start_loc.tolist() == [0, 70]
+    assert metadata.chunk_indices.tolist() == [[0, 0], [0, 1]] and metadata.nums_dict[32]["tot"] == 4
+
+
 def test_aligned_slots_given_by_the_engine_are_used_as_they_are():
     table, given_slots = random_table(3, 9), random_table(3, 3, seed=9)
     batch = Batch.make([1, 1, 0], [40, 3, 0], table)

@@ -1,10 +1,10 @@
-"""Sizing, allocating and writing step tables: what the public ops of metadata.py share."""
+"""Sizing and writing step tables: what the public ops of metadata.py and the serving builder share."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from operator import sub
 
 import numpy as np
 import torch
@@ -12,23 +12,32 @@ import torch
 from kdagen import dispatch
 from kdagen.errors import refuse
 from kdagen.families.step_tables import MAX_SCHEDULES
-from kdagen.launch import handle, knobs
+from kdagen.launch import handle
 from kdagen.ops._common import DTYPE_NAMES, interpreting, target_of
+from kdagen.ops._tables_source import Requests, StepTables, compose
 from kdagen.spec import CHUNKS, Problem, Spec
 
 _MEMO = dispatch.memo("step_tables")
-_FEW = 32  # up to so many sequences plain Python counts faster than numpy
+CPU, INTERPRETED = -1, -2  # in the place of a device's index
+_FEW = 16  # up to so many sequences plain Python counts faster than numpy
 
 
-class Plan(NamedTuple):
-    """What the tables of a call are: block sizes, and how numpy divides by them."""
+class Plan:
+    """What the tables of a call are: block sizes, and how numpy finds what is missing to whole blocks.
 
-    chunk: int                     # 0: no chunk table
-    blocks: tuple[int, ...]        # of the schedules, without repeats
-    sizes: tuple[int, ...]         # of all tables, the chunk table's first
-    less_one: np.ndarray           # [tables + 1, 1] block - 1; the row after the tables' finds negative lengths
-    divide: np.ufunc
-    divisor: np.ndarray            # [tables + 1, 1]
+    chunk: 0 without a chunk table. blocks: of the schedules, without repeats. sizes: of all tables, the chunk table's first.
+    rest, divisors: ``rest(-lengths, divisors)`` is [tables, N] tokens missing to the next multiple of each block.
+    """
+
+    __slots__ = ("blocks", "chunk", "divisors", "key", "largest", "rest", "sizes")
+
+    def __init__(self, chunk: int, blocks: tuple[int, ...]):
+        self.chunk, self.blocks, self.key = chunk, blocks, (chunk, blocks)
+        self.sizes = (chunk, *blocks) if chunk else blocks
+        self.largest = max(self.sizes)
+        powers = all(size & (size - 1) == 0 for size in self.sizes)  # a mask is several times faster than a remainder
+        self.rest = np.bitwise_and if powers else np.remainder
+        self.divisors = np.array([[size - powers] for size in self.sizes], np.int32)
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -42,39 +51,51 @@ def plan(chunk_size: int | None, *blocks: int) -> Plan:
     blocks = tuple(dict.fromkeys(blocks))
     if len(blocks) > MAX_SCHEDULES:
         refuse("blocks", f"{len(blocks)} block sizes", f"at most {MAX_SCHEDULES}", "Call step_tables twice.")
-    sizes = blocks if chunk_size is None else (chunk_size, *blocks)
-    less_one = np.array([[size - 1] for size in sizes] + [[0]], np.int32)
-    if all(size & (size - 1) == 0 for size in sizes):  # a shift is several times faster than a division
-        shifts = np.array([[size.bit_length() - 1] for size in sizes] + [[31]], np.int32)
-        return Plan(chunk_size or 0, blocks, sizes, less_one, np.right_shift, shifts)
-    divisors = np.array([[size] for size in sizes] + [[2**31 - 1]], np.int32)
-    return Plan(chunk_size or 0, blocks, sizes, less_one, np.floor_divide, divisors)
+    return Plan(chunk_size or 0, blocks)
 
 
 def exact_sizes(name: str, host: torch.Tensor, n_seqs: int, planned: Plan, checked: bool) -> list[int]:
-    """The number of rows of each table, from the host's boundaries."""
-    if n_seqs <= _FEW:
+    """The number of rows of each table, from the host's boundaries [N+1]."""
+    try:
+        if n_seqs <= _FEW:
+            return _few_sizes(host.tolist(), planned, checked)
+        return _many_sizes(host.numpy(), planned, checked)
+    except _Decreasing:
         edges = host.tolist()
-        negated = [start - end for start, end in pairwise(edges)]
-        if not checked:
-            negated = [min(length, 0) for length in negated]
-        elif n_seqs and max(negated) > 0:
-            _refuse_decreasing(name, edges)
-        return [-sum([length // block for length in negated]) for block in planned.sizes]
-    edges = host.numpy()
-    lengths = edges[1:] - edges[:-1]
-    *sizes, odd = np.add.reduce(planned.divide(lengths + planned.less_one, planned.divisor), 1).tolist()
-    if odd and lengths.min() < 0:  # the last row is -1 where a length is negative
-        if checked:
-            _refuse_decreasing(name, edges.tolist())
-        return [int(np.sum(-(-np.maximum(lengths, 0) // size))) for size in planned.sizes]
-    return sizes
-
-
-def _refuse_decreasing(name: str, edges: list[int]) -> None:
     at = next(n for n, (start, end) in enumerate(pairwise(edges)) if start > end)
     refuse(name, f"{edges[at]} followed by {edges[at + 1]} (sequence {at})", "boundaries that never decrease",
            "They are cumulative: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).")
+
+
+def sizes_of(edges: np.ndarray, planned: Plan) -> list[int]:
+    """The number of rows of each table, from boundaries [N+1] that are known to be right."""
+    return _few_sizes(edges.tolist(), planned, False) if len(edges) <= _FEW else _many_sizes(edges, planned, False)
+
+
+class _Decreasing(Exception):
+    """Boundaries that should never decrease do."""
+
+
+def _few_sizes(edges: list[int], planned: Plan, checked: bool) -> list[int]:
+    negated = list(map(sub, edges, edges[1:]))
+    if negated and max(negated) > 0:
+        if checked:
+            raise _Decreasing
+        negated = [min(length, 0) for length in negated]
+    return [-sum([length // block for length in negated]) for block in planned.sizes]
+
+
+def _many_sizes(edges: np.ndarray, planned: Plan, checked: bool) -> list[int]:
+    negated = edges[:-1] - edges[1:]
+    tokens = edges.item(-1) - edges.item(0)
+    if negated.item(negated.argmax()) > 0:  # a third of the time of a maximum
+        if checked:
+            raise _Decreasing
+        negated = np.minimum(negated, 0)
+        tokens = -int(negated.sum(dtype=np.int64))
+    accumulator = negated.dtype if len(negated) * planned.largest < 2**31 else np.int64
+    missing = np.add.reduce(planned.rest(negated, planned.divisors), 1, accumulator).tolist()
+    return [(tokens + more) // block for more, block in zip(missing, planned.sizes)]
 
 
 def bounded_sizes(n_seqs: int, tokens: int, planned: Plan) -> list[int]:
@@ -84,110 +105,81 @@ def bounded_sizes(n_seqs: int, tokens: int, planned: Plan) -> list[int]:
 
 # ---- allocating and launching
 
-def _empty_cpu(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype)
-
-
-def _empty_current(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="cuda")
-
-
-try:  # what torch.compile's own code allocates with on the current device: half of torch.empty's host time
-    from torch._C._dynamo.guards import _empty_strided_cuda as _empty_cuda
-except ImportError:
-    _empty_cuda = _empty_current
-
 
 def write(
-    cu_seqlens: torch.Tensor, n_seqs: int, planned: Plan, sizes: list[int], index: int, *,
-    rows: bool = False, counts: bool = False,
-) -> list[torch.Tensor]:
+    cu_seqlens: torch.Tensor, n_seqs: int, planned: Plan, sizes: list[int], index: int,
+    rows: bool = False, counts: bool = False, apart: bool = False, requests: tuple = (),
+) -> StepTables | tuple[StepTables, Requests]:
     """Allocate and write tables of these sizes on device ``index``, the current one (-1: the CPU).
 
-    Returns [chunk_indices, chunk_offsets, (chunk_rows,) (counts,) sequence, part, sequence, part, ...].
+    requests: of a step with prefills, (base, first, seq_lens, its stride, block table, its row stride); the kernel's
+    ``launch`` says what they are. Then Requests are written too.
+    All tables are aligned to 128 bytes. They are cut from one allocation for each dtype, or have one each where they must
+    be ``apart``, as torch.compile wants the outputs of an op.
     """
-    empty = _empty_cuda if index >= 0 else _empty_cpu
-    dtype = cu_seqlens.dtype
-    flat, arguments, n_table = [], [cu_seqlens, n_seqs, None], 0
-    if planned.chunk:
-        n_chunks, n_table = sizes[0], 1
-        indices, offsets = empty((n_chunks, 2), (2, 1), dtype), empty((n_seqs + 1,), (1,), torch.int64)
-        flat += (indices, offsets)
-        arguments += (offsets, indices, None, n_chunks)
-        if rows:
-            arguments[5] = empty((n_chunks, 4), (4, 1), torch.int32)
-            flat.append(arguments[5])
-    if counts:
-        arguments[2] = empty((len(sizes),), (1,), torch.int32)
-        flat.append(arguments[2])
-    for block in planned.blocks:
-        size = sizes[n_table]
-        n_table += 1
-        seq, part = empty((size,), (1,), torch.int32), empty((size,), (1,), torch.int32)
-        flat += (seq, part)
-        arguments += (seq, part, block, size)
-    launch = _MEMO.get((planned.chunk, dtype, len(planned.blocks), index, rows, counts))
-    if launch is None:
-        launch = _first_launch(planned, dtype, index, rows, counts)
-    launch(arguments, sizes)
-    return flat
+    if index < 0 and interpreting():
+        index = INTERPRETED
+    key = planned.key, cu_seqlens.dtype, rows, counts, bool(requests), apart, index
+    tables = _MEMO.get(key) or _first(key, planned)
+    return tables(cu_seqlens, n_seqs, sizes, *requests)
 
 
-def _first_launch(planned: Plan, dtype: torch.dtype, index: int, rows: bool, counts: bool):
-    """``launch(arguments, sizes)`` of a kind of call, for the memo: the picked variant's kernel, or the CPU path."""
-    if index < 0 and not interpreting():
-        return lambda arguments, sizes: _write_on_cpu(planned.chunk, *arguments)
-    spec = Spec.make("step_tables", chunk=planned.chunk, dtype=DTYPE_NAMES[dtype], schedules=len(planned.blocks))
-    target = target_of(index)
-    choice = dispatch.pick(spec, Problem(1, 1, 1), target)
+def _first(key: tuple, planned: Plan):
+    """The function that writes the tables of a kind of call: through the CPU path, or the picked variant's kernel.
+
+    One compiled kernel serves all calls of a kind: sizes and the inputs' alignment are not specialised on, and the tables
+    are aligned. So the first call on a GPU goes through Triton, which compiles, and later ones launch what it compiled.
+    """
+    _, dtype, rows, counts, requests, apart, index = key
+    kind = planned, dtype, rows, counts, requests, apart
+    if index == CPU:
+        on_cpu = lambda *arguments: _write_on_cpu(planned, requests, *arguments)
+        return _MEMO.setdefault(key, compose(*kind, run=on_cpu, cuda=False))
+    flags = {"schedules": len(planned.blocks), "requests": requests}
+    spec = Spec.make("step_tables", chunk=planned.chunk, dtype=DTYPE_NAMES[dtype], **flags)
+    choice = dispatch.pick(spec, Problem(1, 1, 1), target_of(index))
     module, options = choice.module, {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
-    if index < 0:  # not remembered: the interpreter may be turned off
-        return lambda arguments, sizes: module.launch(*arguments, **options)
-    key = planned.chunk, dtype, len(planned.blocks), index, rows, counts
+    through_triton = lambda *arguments: module.launch(*arguments, **options)
+    if index == INTERPRETED:
+        return _MEMO.setdefault(key, compose(*kind, run=through_triton, cuda=False))
 
-    def first(arguments, sizes):
-        _MEMO[key] = _direct(module, arguments, sizes, options, index)
+    def first(cu_seqlens, n_seqs, sizes, *given):
+        def run(*arguments):
+            programs = sum([-(-size // module.ROWS) or 1 for size in sizes])
+            if requests:
+                programs += n_seqs // module.ROWS + 1
+            found = handle(module.step_tables_kernel.jit[(programs,)](*arguments, ROWS=module.ROWS, **options))
+            direct = (found, module.ROWS, index) if found.short else None
+            _MEMO[key] = compose(*kind, run=through_triton, cuda=True, direct=direct)
+
+        return compose(*kind, run=run, cuda=True)(cu_seqlens, n_seqs, sizes, *given)
 
     return first
 
 
-def _direct(module, arguments: list, sizes: list[int], options: dict, index: int):
-    """Launch through Triton, which compiles, and return a ``launch(arguments, sizes)`` of the least host time.
-
-    One compiled kernel serves all calls of a kind: sizes and the boundaries' alignment are not specialised on, and what
-    ``write`` allocates is aligned.
-    """
-    kernel, rows_each = module.step_tables_kernel, module.ROWS
-    count = lambda sizes: sum([-(-size // rows_each) or 1 for size in sizes])
-    compiled = kernel.jit[(count(sizes),)](*arguments, ROWS=rows_each, **options)
-    _, short, call, function, cooperative, pdl, packed = handle(compiled)
-    runtime, stream, tensor = knobs.runtime, torch._C._cuda_getCurrentRawStream, torch.Tensor
-    if not short:
-        return lambda arguments, sizes: module.launch(*arguments, **options)
-
-    def launch(arguments, sizes):
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler wants to see launches
-            return module.launch(*arguments, **options)
-        values = [value.data_ptr() if type(value) is tensor else value for value in arguments]
-        call(count(sizes), 1, 1, stream(index), function, cooperative, pdl, None, None, packed, None, None, None,
-             *values, rows_each)
-
-    return launch
-
-
-def _write_on_cpu(chunk: int, cu_seqlens: torch.Tensor, n_seqs: int, counts: torch.Tensor | None, *tables) -> None:
+def _write_on_cpu(
+    planned: Plan, requests: bool, cu_seqlens: torch.Tensor, n_seqs: int, counts: torch.Tensor | None, *tables,
+) -> None:
     """What the kernel does, in torch."""
-    totals = []
+    totals, chunk = [], planned.chunk
+    if requests:
+        *tables, base, first, lens, _, slots_in, _, starts, slots, carries, first_carries = tables
+        cu_seqlens, lens, slots_in = cu_seqlens[base:], lens[base:], slots_in[base:, 0]
+        starts.copy_(cu_seqlens[first:] - cu_seqlens[first])
+        slots.copy_(slots_in[first:n_seqs])
+        carries.copy_(lens > cu_seqlens.diff())
+        first_carries.copy_(carries[first:])
     if chunk:
         offsets, indices, rows, n_chunks, *tables = tables
-        seq, part, firsts = _table(cu_seqlens, chunk, n_chunks)
+        chunked = starts if requests else cu_seqlens
+        seq, part, firsts = _table(chunked, chunk, n_chunks)
         indices.copy_(torch.stack((seq, part), 1))
         offsets.copy_(firsts.clamp(max=n_chunks))
         totals.append(firsts[-1])
         if rows is not None and n_chunks:
-            first = cu_seqlens[seq] + part * chunk
-            valid = (cu_seqlens[(seq + 1).clamp(max=n_seqs)] - first).clamp(max=chunk)
-            rows.copy_(torch.stack((first, valid, seq, part), 1).where(seq[:, None] >= 0, -1))
+            token = chunked[seq] + part * chunk
+            valid = (chunked[(seq + 1).clamp(max=len(chunked) - 1)] - token).clamp(max=chunk)
+            rows.copy_(torch.stack((token, valid, seq, part), 1).where(seq[:, None] >= 0, -1))
     for seq_out, part_out, block, size in zip(tables[::4], tables[1::4], tables[2::4], tables[3::4]):
         seq, part, firsts = _table(cu_seqlens, block, size)
         seq_out.copy_(seq)

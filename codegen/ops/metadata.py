@@ -8,7 +8,6 @@ bounded mode, from a number of tokens that is never exceeded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,17 +15,7 @@ from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.ops import _mail
 from kdagen.ops._common import register
 from kdagen.ops._tables import bounded_sizes, exact_sizes, plan, write
-
-
-class StepTables(NamedTuple):
-    """All tables of a step. In bounded mode the row counts are capacities, and unused rows are -1."""
-
-    chunk_indices: torch.Tensor       # [NT, 2] of cu_seqlens' dtype: (sequence, chunk in it)
-    chunk_offsets: torch.Tensor       # [N+1] int64: the row of each sequence's first chunk; the last: their number
-    chunk_rows: torch.Tensor | None   # [NT, 4] int32: (first token, valid tokens, sequence, chunk in it)
-    counts: torch.Tensor | None       # [1 + schedules] int32, bounded mode: the true row counts, chunks first
-    schedules: dict[int, dict]        # block size -> {"tot", "batch_ptr", "token_chunk_offset_ptr"}
-    chunk_size: int                   # of the chunk table, in tokens
+from kdagen.ops._tables_source import StepTables
 
 
 def prepare_chunk_metadata_device(
@@ -48,7 +37,7 @@ def prepare_chunk_metadata_device(
     """
     if torch.compiler.is_compiling():
         return _prepare_op(cu_seqlens, cu_seqlens_cpu, chunk_size, checked)
-    return _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size, checked)
+    return _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size, checked, False)[:2]
 
 
 def build_conv1d_chunk_schedule(
@@ -68,9 +57,8 @@ def build_conv1d_chunk_schedule(
     device = torch.device(device)
     if torch.compiler.is_compiling():
         seq, part = _conv_op(query_start_loc_cpu, block_m, device, checked)
-    else:
-        seq, part = _conv(query_start_loc_cpu, block_m, device, checked)
-    return {"tot": seq.shape[0], "batch_ptr": seq, "token_chunk_offset_ptr": part}
+        return {"tot": seq.shape[0], "batch_ptr": seq, "token_chunk_offset_ptr": part}
+    return _conv(query_start_loc_cpu, block_m, device, checked, False).schedules[block_m]
 
 
 def step_tables(
@@ -92,30 +80,22 @@ def step_tables(
 
     Raises ArgumentError or ArgumentTypeError, as ``prepare_chunk_metadata_device``.
     """
-    blocks = tuple(dict.fromkeys(blocks))
-    if torch.compiler.is_compiling():
-        flat = _step_op(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked)
-    else:
-        flat = _step(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked)
-    at, chunk_rows, counts, schedules = 2, None, None, {}
-    if rows:
-        chunk_rows, at = flat[at], at + 1
-    if tokens is not None:
-        counts, at = flat[at], at + 1
-    for block in blocks:
-        schedules[block] = {"tot": flat[at].shape[0], "batch_ptr": flat[at], "token_chunk_offset_ptr": flat[at + 1]}
-        at += 2
-    return StepTables(flat[0], flat[1], chunk_rows, counts, schedules, chunk_size)
+    if not torch.compiler.is_compiling():
+        return _step(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked, False)
+    blocks = list(dict.fromkeys(blocks))
+    flat = iter(_step_op(cu_seqlens, cu_seqlens_cpu, chunk_size, blocks, tokens, rows, checked))
+    indices, offsets = next(flat), next(flat)
+    chunk_rows, counts = next(flat) if rows else None, None if tokens is None else next(flat)
+    schedules = {}
+    for block, seq, part in zip(blocks, flat, flat):
+        schedules[block] = {"tot": seq.shape[0], "batch_ptr": seq, "token_chunk_offset_ptr": part}
+    return StepTables(indices, offsets, chunk_rows, counts, schedules, chunk_size)
 
 
 # ---- checks
 
 
 _INTEGERS = (torch.int32, torch.int64)
-
-
-def _plain(boundaries: torch.Tensor) -> bool:
-    return boundaries.dim() == 1 and boundaries.dtype in _INTEGERS and boundaries.is_contiguous()
 
 
 def _check_boundaries(name: str, boundaries: torch.Tensor) -> None:
@@ -137,31 +117,40 @@ def _check_host(name: str, host: torch.Tensor, like: torch.Tensor | None = None)
         refuse(name, f"shape {list(host.shape)}", f"the shape of cu_seqlens, {list(like.shape)}")
 
 
-def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor) -> None:
-    entries = cu_seqlens.numel()
-    if not (_plain(cu_seqlens) and _plain(cu_seqlens_cpu) and cu_seqlens_cpu.is_cpu
-            and cu_seqlens_cpu.numel() == entries > 0):
+def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor, entries: int) -> None:
+    if not (cu_seqlens.dtype in _INTEGERS and cu_seqlens_cpu.dtype in _INTEGERS and cu_seqlens.dim() == 1
+            and cu_seqlens_cpu.dim() == 1 and cu_seqlens_cpu.numel() == entries > 0 and cu_seqlens_cpu.is_cpu
+            and cu_seqlens.is_contiguous() and cu_seqlens_cpu.is_contiguous()):
         _check_boundaries("cu_seqlens", cu_seqlens)
         _check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
 
 
-# ---- implementations and fakes
+# ---- implementations and fakes; ``apart`` is True under torch.compile
 
 
-def _write(cu_seqlens, n_seqs: int, planned, sizes: list[int], **extra: bool) -> list[torch.Tensor]:
+def _write(cu_seqlens, n_seqs: int, planned, sizes: list[int], *kind):
+    """``write`` on the boundaries' own device."""
     index = cu_seqlens.get_device()
     if index < 0 or index == torch._C._cuda_getDevice():
-        return write(cu_seqlens, n_seqs, planned, sizes, index, **extra)
+        return write(cu_seqlens, n_seqs, planned, sizes, index, *kind)
     with torch.cuda.device(index):
-        return write(cu_seqlens, n_seqs, planned, sizes, index, **extra)
+        return write(cu_seqlens, n_seqs, planned, sizes, index, *kind)
 
 
-def _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
+def _flat(made: StepTables) -> list[torch.Tensor]:
+    """What an op returns: the tables that there are, in order."""
+    *tables, schedules, _ = made
+    return [table for table in tables if table is not None] + [
+        schedule[name] for schedule in schedules.values() for name in ("batch_ptr", "token_chunk_offset_ptr")]
+
+
+def _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool, apart: bool) -> StepTables:
+    n_seqs = cu_seqlens.numel() - 1
     if checked:
-        _check_both(cu_seqlens, cu_seqlens_cpu)
-    planned, n_seqs = plan(chunk_size or 0), cu_seqlens.numel() - 1
+        _check_both(cu_seqlens, cu_seqlens_cpu, n_seqs + 1)
+    planned = plan(chunk_size or 0)
     sizes = exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, n_seqs, planned, checked)
-    return tuple(_write(cu_seqlens, n_seqs, planned, sizes))
+    return _write(cu_seqlens, n_seqs, planned, sizes, False, False, apart)
 
 
 def _prepare_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
@@ -169,22 +158,23 @@ def _prepare_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
     return cu_seqlens.new_empty(n_chunks, 2), cu_seqlens.new_empty(cu_seqlens.shape[0], dtype=torch.int64)
 
 
-def _conv(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool):
-    if checked and not (_plain(query_start_loc_cpu) and query_start_loc_cpu.is_cpu and query_start_loc_cpu.numel()):
+def _conv(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool, apart: bool) -> StepTables:
+    n_seqs = query_start_loc_cpu.numel() - 1
+    if checked:
         _check_host("query_start_loc_cpu", query_start_loc_cpu)
-    planned, n_seqs = plan(None, block_m), query_start_loc_cpu.numel() - 1
+    planned = plan(None, block_m)
     sizes = exact_sizes("query_start_loc_cpu", query_start_loc_cpu, n_seqs, planned, checked)
     if device.type == "cpu":
-        return tuple(write(query_start_loc_cpu, n_seqs, planned, sizes, -1))
+        return write(query_start_loc_cpu, n_seqs, planned, sizes, -1, False, False, apart)
     current = torch.cuda.current_device()
     if device.index is not None and device.index != current:
         with torch.cuda.device(device):
-            return _conv(query_start_loc_cpu, block_m, device, checked)
+            return _conv(query_start_loc_cpu, block_m, device, checked, apart)
     if torch.cuda.is_current_stream_capturing():
         refuse("build_conv1d_chunk_schedule", "a call inside a graph's capture", "a call outside it",
                "step_tables(cu_seqlens, tokens=..., blocks=[block_m]) can be captured.")
     boundaries = _mail.post(query_start_loc_cpu.numpy(), current)
-    return tuple(write(boundaries, n_seqs, planned, sizes, current))
+    return write(boundaries, n_seqs, planned, sizes, current, False, False, apart)
 
 
 def _conv_fake(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool):
@@ -192,7 +182,9 @@ def _conv_fake(query_start_loc_cpu, block_m: int, device: torch.device, checked:
     return tuple(torch.empty(programs, dtype=torch.int32, device=device) for _ in range(2))
 
 
-def _step(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens: int | None, rows: bool, checked: bool):
+def _step(
+    cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens: int | None, rows: bool, checked: bool, apart: bool,
+) -> StepTables:
     if (cu_seqlens_cpu is None) == (tokens is None):
         refuse("tokens", f"{tokens} with cu_seqlens_cpu {'absent' if cu_seqlens_cpu is None else 'given'}",
                "either cu_seqlens_cpu (exact sizes) or tokens (bounded sizes)")
@@ -200,14 +192,14 @@ def _step(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens: int | Non
     n_seqs = cu_seqlens.numel() - 1
     if tokens is None:
         if checked:
-            _check_both(cu_seqlens, cu_seqlens_cpu)
-        return _write(cu_seqlens, n_seqs, planned,
-                      exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, n_seqs, planned, checked), rows=rows)
+            _check_both(cu_seqlens, cu_seqlens_cpu, n_seqs + 1)
+        sizes = exact_sizes("cu_seqlens_cpu", cu_seqlens_cpu, n_seqs, planned, checked)
+        return _write(cu_seqlens, n_seqs, planned, sizes, rows, False, apart)
     if checked:
         _check_boundaries("cu_seqlens", cu_seqlens)
         if not isinstance(tokens, int) or tokens < 0:
             refuse("tokens", repr(tokens), "a number of tokens that no batch exceeds")
-    return _write(cu_seqlens, n_seqs, planned, bounded_sizes(n_seqs, tokens, planned), rows=rows, counts=True)
+    return _write(cu_seqlens, n_seqs, planned, bounded_sizes(n_seqs, tokens, planned), rows, True, apart)
 
 
 def _step_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens, rows: bool, checked: bool):
@@ -228,10 +220,10 @@ def _step_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, blocks, tokens, rows
 
 _prepare_op = register(
     "prepare_chunk_metadata_device(Tensor cu_seqlens, Tensor cu_seqlens_cpu, int chunk_size, bool checked)"
-    " -> (Tensor, Tensor)", _prepare, _prepare_fake)
+    " -> (Tensor, Tensor)", lambda *arguments: tuple(_flat(_prepare(*arguments, True))), _prepare_fake)
 _conv_op = register(
     "build_conv1d_chunk_schedule(Tensor query_start_loc_cpu, int block_m, Device device, bool checked)"
-    " -> (Tensor, Tensor)", _conv, _conv_fake)
+    " -> (Tensor, Tensor)", lambda *arguments: tuple(_flat(_conv(*arguments, True))), _conv_fake)
 _step_op = register(
     "step_tables(Tensor cu_seqlens, Tensor? cu_seqlens_cpu, int chunk_size, int[] blocks, SymInt? tokens, bool rows,"
-    " bool checked) -> Tensor[]", _step, _step_fake)
+    " bool checked) -> Tensor[]", lambda *arguments: _flat(_step(*arguments, True)), _step_fake)

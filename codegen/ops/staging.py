@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kdagen import dispatch
 from kdagen.errors import refuse
-from kdagen.ops._common import check_device, check_dtype, on_device, register, runs_kernels, target_of
+from kdagen.launch import handle, knobs
+from kdagen.ops._common import check_device, check_dtype, interpreting, on_device, register, target_of
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("stage_spec")
@@ -65,31 +68,55 @@ def _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: i
             refuse(name, f"shape {list(tensor.shape)}", f"at least {least} entries for S = {S} requests and B = {B} rows")
 
 
-def _launcher(index: int):
-    found = _MEMO.get(index)
-    if found is None:
-        target = target_of(index)
-        choice = dispatch.pick(Spec.make("stage_spec", dtype="i32"), Problem(1, 1, 1), target)
-        found = _MEMO[index] = (choice.module.launch, choice.schedule.warps, choice.schedule.stages)
-    return found
-
-
-def _stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: int, null_slot: int, checked: bool) -> None:
-    if checked:
-        _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S)
-    B, C = staged_state.shape
-    if not runs_kernels(staged_state):
-        staged_state[:S] = state[:S, :C]
-        staged_state[S:] = null_slot
+def stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: int, B: int, null_slot: int) -> None:
+    """``stage_spec_decode_metadata`` into the buffers' first B rows, without checks."""
+    index = staged_state.get_device()
+    if index < 0 and not interpreting():
+        staged_state[:S] = state[:S, :staged_state.shape[1]]
+        staged_state[S:B] = null_slot
         staged_qsl[:S + 1] = qsl[:S + 1]
         staged_qsl[S + 1:B + 1] = qsl[S]
         staged_accepted[:S] = accepted[:S]
         staged_accepted[S:B] = 1
         return
-    launch, warps, stages = _launcher(staged_state.get_device())
+    columns = staged_state.shape[1]
+    launch = _MEMO.get((index, columns)) or _launcher(index, columns)
     with on_device(staged_state):
         launch(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S, B, null_slot, *state.stride(),
-               qsl.stride(0), accepted.stride(0), staged_state.stride(0), columns=C, num_warps=warps, num_stages=stages)
+               qsl.stride(0), accepted.stride(0), staged_state.stride(0))
+
+
+def _launcher(index: int, columns: int):
+    """The picked variant's ``launch`` for buffers of so many columns; after the first call, without Triton's host time."""
+    choice = dispatch.pick(Spec.make("stage_spec", dtype="i32"), Problem(1, 1, 1), target_of(index))
+    module, options = choice.module, {"num_warps": choice.schedule.warps, "num_stages": choice.schedule.stages}
+    through_triton = partial(module.launch, columns=columns, **options)
+    if index < 0:  # not remembered: the interpreter may be turned off
+        return through_triton
+    rows, runtime, stream = module.ROWS, knobs.runtime, torch._C._cuda_getCurrentRawStream
+
+    def first(*arguments):
+        grid = (arguments[7] // rows + 1,)  # B + 1 rows
+        found = handle(module.stage_spec_kernel.jit[grid](*arguments, COLUMNS=columns, ROWS=rows, **options))
+        _, short, call, function, cooperative, pdl, packed = found
+
+        def launch(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S, B, *numbers):
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler wants to see launches
+                through_triton(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S, B, *numbers)
+                return
+            call(B // rows + 1, 1, 1, stream(index), function, cooperative, pdl, None, None, packed, None, None, None,
+                 state.data_ptr(), qsl.data_ptr(), accepted.data_ptr(), staged_state.data_ptr(), staged_qsl.data_ptr(),
+                 staged_accepted.data_ptr(), S, B, *numbers, columns, rows)
+
+        _MEMO[index, columns] = launch if short else through_triton
+
+    return first
+
+
+def _stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S: int, null_slot: int, checked: bool) -> None:
+    if checked:
+        _check(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S)
+    stage(state, qsl, accepted, staged_state, staged_qsl, staged_accepted, S, staged_state.shape[0], null_slot)
 
 
 _op = register(

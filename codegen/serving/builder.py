@@ -1,7 +1,8 @@
-"""From a batch to what the kernels need: one launch for the tables, one for staging, no synchronisation.
+"""From a batch to what the kernels need: one launch for a step with prefills, one for a staged step, no synchronisation.
 
-Everything that decides a shape or a class is computed on the host's copies in numpy. What the device needs of it goes
-over in one transfer from fresh pinned memory; the rest are views and gathers of tensors that are on the device already.
+Everything that decides a shape or a class is computed on the host's copies in numpy. In the orders that schedulers use
+(decodes or speculative rows, then prefills) the device needs nothing of it but a few numbers, which are the launch's
+arguments; in any other order, row and token numbers go over in one transfer from fresh pinned memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import numpy as np
 import torch
 
 from kdagen.errors import refuse
+from kdagen.ops import _tables
+from kdagen.ops._tables_source import view
+from kdagen.ops.metadata import _write as write_tables
 from kdagen.ops.metadata import step_tables
 from kdagen.serving import checkpoints, checks
 from kdagen.serving.batch import Batch, KDAMetadata, host_array, pack
@@ -49,6 +53,7 @@ class KDAMetadataBuilder:
             refuse("staging", f"buffers of {staging.columns} columns on {staging.device}",
                    f"{num_spec + 1} columns (1 + num_spec) on {device}")
         self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
         self.num_spec = num_spec
         self.columns = num_spec + 1
         self.chunk_size = chunk_size
@@ -58,7 +63,9 @@ class KDAMetadataBuilder:
         self.keep_decodes = keep_decodes
         self.staging = staging
         self.checked = checked
+        self._plan = _tables.plan(chunk_size, *conv_blocks)
         self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)  # 0, 1, 2, ...; grows with the steps
+        self._flags = torch.empty(0, dtype=torch.bool, device=self.device)  # half of them True, then False; grows too
         self._steps = torch.arange(self.columns, device=self.device) if cache_mode == "align" else None
 
     def build(self, batch: Batch, num_accepted_tokens: torch.Tensor | None = None,
@@ -78,16 +85,17 @@ class KDAMetadataBuilder:
             drafts = host_array("num_decode_draft_tokens_cpu", drafts)
         if self.checked:
             checks.check_batch(self, batch, starts, seq_lens, prefilling, drafts, num_accepted_tokens)
-        classes = classify(starts, seq_lens, prefilling, drafts, self.num_spec, self.keep_decodes)
+        lens = starts[1:] - starts[:-1]
+        classes = classify(starts, lens, seq_lens, prefilling, drafts, self.num_spec, self.keep_decodes)
         mask = classes.spec_mask
         metadata = KDAMetadata(
-            len(starts) - 1, batch.num_actual_tokens, classes.num_prefills, classes.num_prefill_tokens,
+            len(lens), batch.num_actual_tokens, classes.num_prefills, classes.num_prefill_tokens,
             classes.num_decodes, classes.num_decode_tokens, classes.num_spec_decodes, classes.num_spec_decode_tokens,
             batch.seq_lens, batch.block_table, batch.query_start_loc)
         metadata.chunk_size = self.chunk_size
         metadata.dense_decode = classes.dense_decode
         if mask is None:
-            self._plain(metadata, batch, starts, seq_lens, classes)
+            self._plain(metadata, batch, starts)
         else:
             if num_accepted_tokens is None:
                 refuse("num_accepted_tokens", None, "an int32 tensor [R] on the device, because rows are speculative",
@@ -95,15 +103,16 @@ class KDAMetadataBuilder:
             metadata.spec_sequence_masks_cpu = mask
             metadata.uniform_spec_sequence_length = classes.uniform_spec_length
             if classes.num_prefills == 0 and classes.num_decodes == 0:
-                self._pure_spec(metadata, batch, starts, mask, num_accepted_tokens, classes)
+                self._pure_spec(metadata, batch, lens, num_accepted_tokens, classes)
+            elif classes.num_prefills and classes.spec_leads:
+                self._leading_spec(metadata, batch, starts, num_accepted_tokens)
             else:
-                leads = classes.num_prefills > 0 and np.logical_and.reduce(mask[:classes.num_spec_decodes])
-                (self._leading_spec if leads else self._mixed)(metadata, batch, starts, seq_lens, mask, num_accepted_tokens)
+                self._mixed(metadata, batch, lens, seq_lens, mask, num_accepted_tokens)
         if self.staging is not None:
             self.staging.close_step(metadata)
         if classes.num_prefills and (batch.checkpoints or self.cache_mode == "align"):
-            rows = np.arange(classes.num_decodes, len(starts) - 1) if mask is None else np.flatnonzero(~mask)
-            metadata.checkpoint = checkpoints.plan(batch, metadata, rows, starts[1:] - starts[:-1], seq_lens,
+            rows = np.arange(classes.num_decodes, len(lens)) if mask is None else np.flatnonzero(~mask)
+            metadata.checkpoint = checkpoints.plan(batch, metadata, rows, lens, seq_lens,
                                                    self.block_size if self.cache_mode == "align" else None)
         return metadata
 
@@ -126,37 +135,26 @@ class KDAMetadataBuilder:
 
     # -- the three kinds of batch ----------------------------------------------------------------------------------
 
-    def _plain(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray,
-               classes: Classes) -> None:
+    def _plain(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray) -> None:
         """No speculative rows: decodes first, then prefills."""
-        rows, decodes, table, staging = metadata.num_reqs, classes.num_decodes, self._state_table(batch), self.staging
+        rows, decodes, table, staging = metadata.num_reqs, metadata.num_decodes, self._state_table(batch), self.staging
         metadata.non_spec_query_start_loc_cpu = starts
-        if (staging is not None and classes.num_prefills == 0 and classes.dense_decode
-                and staging.fits(rows, classes.num_decode_tokens)):
-            staging.stage_decode(metadata, table, batch.query_start_loc, classes.num_decode_tokens)
-            return
-        metadata.non_spec_query_start_loc = batch.query_start_loc
-        metadata.non_spec_state_indices_tensor = slots = table[:rows, 0]
-        if classes.num_prefills == 0:
-            return
-        has_state = seq_lens > starts[1:] - starts[:-1]
-        if decodes:
-            metadata.has_initial_state, metadata.prefill_has_initial_state = self._suffix(
-                metadata, table, starts, decodes, has_state, has_state[decodes:])
+        if metadata.num_prefills == 0:
+            if staging is not None and metadata.dense_decode and staging.fits(rows, metadata.num_decode_tokens):
+                staging.stage_decode(metadata, table, batch.query_start_loc, metadata.num_decode_tokens)
+                return
         else:
-            metadata.has_initial_state, = pack(self.device, bools=(has_state,))
-            metadata.prefill_query_start_loc, metadata.prefill_query_start_loc_cpu = batch.query_start_loc, starts
-            metadata.prefill_state_indices, metadata.prefill_has_initial_state = slots, metadata.has_initial_state
-        self._tables(metadata)
+            self._prefills(metadata, batch, table, starts, 0, decodes)
+        metadata.non_spec_query_start_loc = batch.query_start_loc
+        metadata.non_spec_state_indices_tensor = view(table, (rows,), table.stride()[:1], 0)
 
-    def _pure_spec(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, mask: np.ndarray,
-                   accepted: torch.Tensor, classes: Classes) -> None:
+    def _pure_spec(self, metadata: KDAMetadata, batch: Batch, lens: np.ndarray, accepted: torch.Tensor,
+                   classes: Classes) -> None:
         """Only speculative rows have tokens, whatever padding rows lie before, between and after them."""
-        rows, spec_rows, staging = metadata.num_reqs, classes.num_spec_decodes, self.staging
+        rows, spec_rows, mask, staging = metadata.num_reqs, classes.num_spec_decodes, classes.spec_mask, self.staging
         table, starts_device = self._state_table(batch), batch.query_start_loc
-        if not mask[:spec_rows].all():  # padding rows lie before or between: gather, as if they trailed
-            lens = (starts[1:] - starts[:-1])[mask]
-            index, starts_device = pack(self.device, ints=(mask.nonzero()[0], _boundaries(lens)))
+        if not classes.spec_leads:  # padding rows lie before or between: gather, as if they trailed
+            index, starts_device = pack(self.device, ints=(mask.nonzero()[0], _boundaries(lens[mask])))
             table, accepted = table.index_select(0, index), accepted.index_select(0, index)
             staging = None  # its mask's rows would not be the batch's
         metadata.is_uniform_spec_decode = classes.uniform_spec_length == self.columns and spec_rows == rows
@@ -171,32 +169,52 @@ class KDAMetadataBuilder:
         metadata.spec_token_indx = torch.arange(tokens, dtype=torch.int32, device=self.device)
         metadata.non_spec_token_indx = metadata.spec_token_indx[:0]
 
-    def _leading_spec(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray,
-                      mask: np.ndarray, accepted: torch.Tensor) -> None:
+    def _leading_spec(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, accepted: torch.Tensor) -> None:
         """Speculative rows, then prefills, as schedulers order them: everything is a slice, nothing is gathered."""
-        spec_rows, cut, end = metadata.num_spec_decodes, metadata.num_spec_decode_tokens, int(starts[-1])
-        table, columns = self._state_table(batch), self.columns
-        metadata.spec_leads = True
-        metadata.spec_query_start_loc = batch.query_start_loc[:spec_rows + 1]
-        metadata.spec_state_indices_tensor = table[:spec_rows, :columns]
-        metadata.num_accepted_tokens = accepted[:spec_rows]
+        spec_rows, cut, rows = metadata.num_spec_decodes, metadata.num_spec_decode_tokens, metadata.num_reqs
+        table, end = self._state_table(batch), cut + metadata.num_prefill_tokens
         if len(self._tokens) < end:
             self._tokens = torch.arange(1 << end.bit_length(), device=self.device)
-        metadata.spec_token_indx = self._tokens[:cut]
-        metadata.non_spec_token_indx = self._tokens[cut:end]
-        has_state = seq_lens[spec_rows:] > starts[spec_rows + 1:] - starts[spec_rows:-1]
-        metadata.has_initial_state, metadata.spec_sequence_masks = self._suffix(
-            metadata, table, starts, spec_rows, has_state, mask)
-        metadata.prefill_has_initial_state = metadata.has_initial_state
+        if len(self._flags) < 2 * rows:
+            self._flags = torch.arange(2 << rows.bit_length(), device=self.device) < 1 << rows.bit_length()
+        metadata.spec_leads = True
+        metadata.spec_query_start_loc = view(batch.query_start_loc, (spec_rows + 1,), batch.query_start_loc.stride(), 0)
+        metadata.spec_state_indices_tensor = view(table, (spec_rows, self.columns), table.stride(), 0)
+        metadata.num_accepted_tokens = view(accepted, (spec_rows,), accepted.stride(), 0)
+        metadata.spec_sequence_masks = view(self._flags, (rows,), (1,), len(self._flags) // 2 - spec_rows)
+        metadata.spec_token_indx = view(self._tokens, (cut,), (1,), 0)
+        metadata.non_spec_token_indx = view(self._tokens, (end - cut,), (1,), cut)
+        self._prefills(metadata, batch, table, starts, spec_rows, 0)
         metadata.non_spec_query_start_loc = metadata.prefill_query_start_loc
         metadata.non_spec_query_start_loc_cpu = metadata.prefill_query_start_loc_cpu
         metadata.non_spec_state_indices_tensor = metadata.prefill_state_indices
-        self._tables(metadata)
 
-    def _mixed(self, metadata: KDAMetadata, batch: Batch, starts: np.ndarray, seq_lens: np.ndarray, mask: np.ndarray,
+    def _prefills(self, metadata: KDAMetadata, batch: Batch, table: torch.Tensor, starts: np.ndarray, base: int,
+                  decodes: int) -> None:
+        """Everything of the rows from ``base`` on, ``decodes`` rows of at most one token and then prefills, in one launch.
+
+        The prefills' boundaries and slots are fresh tensors, not views: a view's address is aligned or not by the number of
+        rows before it, and kernels are compiled for either. The convolution runs over the decodes too, the chunk kernels
+        over the prefills alone.
+        """
+        cut, device_starts = base + decodes, batch.query_start_loc
+        rebased = starts[cut:] - starts[cut] if cut else starts
+        sizes = _tables.sizes_of(rebased, self._plan)
+        if decodes:  # each of their tokens is one more program of the convolution
+            sizes = [sizes[0], *(size + metadata.num_decode_tokens for size in sizes[1:])]
+        if not device_starts.is_contiguous():
+            device_starts = device_starts.contiguous()
+        tables, requests = write_tables(
+            device_starts, metadata.num_reqs - base, self._plan, sizes, True, False, False,
+            (base, decodes, batch.seq_lens, batch.seq_lens.stride(0), table, table.stride(0)))
+        metadata.prefill_query_start_loc_cpu = rebased
+        metadata.prefill_query_start_loc, metadata.prefill_state_indices = requests.starts, requests.slots
+        metadata.has_initial_state, metadata.prefill_has_initial_state = requests.carries, requests.first_carries
+        self._set_tables(metadata, tables)
+
+    def _mixed(self, metadata: KDAMetadata, batch: Batch, lens: np.ndarray, seq_lens: np.ndarray, mask: np.ndarray,
                accepted: torch.Tensor) -> None:
         """Speculative rows among others in any order: rows and tokens are gathered by class."""
-        lens = starts[1:] - starts[:-1]
         others = ~mask
         if metadata.num_decodes:
             others &= lens > 0  # so that token i of the decodes belongs to their row i
@@ -219,37 +237,17 @@ class KDAMetadataBuilder:
             metadata.prefill_query_start_loc = metadata.non_spec_query_start_loc
             metadata.prefill_query_start_loc_cpu = other_starts
             metadata.prefill_state_indices = metadata.non_spec_state_indices_tensor
-            self._tables(metadata)
+            self._set_tables(metadata, step_tables(
+                metadata.prefill_query_start_loc, torch.from_numpy(other_starts), rows=True, checked=False,
+                chunk_size=self.chunk_size, blocks=self.conv_blocks))
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _suffix(self, metadata: KDAMetadata, table: torch.Tensor, starts: np.ndarray, first: int,
-                *flags: np.ndarray) -> list[torch.Tensor]:
-        """Boundaries (rebased to 0) and slots of the rows from ``first`` on; ``flags`` on the device, in the same transfer.
-
-        Fresh tensors, not views: a view's address is aligned or not by the number of rows before it, and kernels are
-        compiled for either.
-        """
-        rebased = starts[first:] - starts[first]
-        metadata.prefill_query_start_loc_cpu = rebased
-        metadata.prefill_query_start_loc, *there = pack(self.device, ints=(rebased,), bools=flags)
-        metadata.prefill_state_indices = table[first:first + len(rebased) - 1, 0].clone()
-        return there
-
-    def _tables(self, metadata: KDAMetadata) -> None:
-        """The grids of the convolution (all non-speculative rows) and of the chunk kernels (prefilled rows)."""
-        boundaries, every_row = metadata.prefill_query_start_loc, metadata.non_spec_query_start_loc
-        peeled = boundaries is not every_row
-        tables = step_tables(boundaries, torch.from_numpy(metadata.prefill_query_start_loc_cpu), rows=True, checked=False,
-                             chunk_size=self.chunk_size, blocks=() if peeled else self.conv_blocks)
+    def _set_tables(self, metadata: KDAMetadata, tables: _tables.StepTables) -> None:
         metadata.step_tables = tables
         metadata.chunk_indices, metadata.chunk_offsets = tables.chunk_indices, tables.chunk_offsets
-        schedules = tables.schedules
-        if peeled:  # the convolution also runs over the decodes, which the chunk table leaves out
-            schedules = step_tables(every_row, torch.from_numpy(metadata.non_spec_query_start_loc_cpu), checked=False,
-                                    chunk_size=self.chunk_size, blocks=self.conv_blocks).schedules
-        metadata.nums_dict = schedules
-        first = schedules[self.conv_blocks[0]]
+        metadata.nums_dict = tables.schedules
+        first = tables.schedules[self.conv_blocks[0]]
         metadata.batch_ptr, metadata.token_chunk_offset_ptr = first["batch_ptr"], first["token_chunk_offset_ptr"]
 
     def _state_table(self, batch: Batch) -> torch.Tensor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kdagen.serving.batch import Batch
     from kdagen.serving.builder import KDAMetadataBuilder
 
+INT32 = torch.int32
 SCHEDULER = "The scheduler's host copies and the device tensors must describe the same step."
 
 
@@ -27,27 +28,32 @@ def check_batch(builder: KDAMetadataBuilder, batch: Batch, starts: np.ndarray, s
         refuse("query_start_loc_cpu", f"shape {list(starts.shape)}", "shape [R+1] with R >= 0", SCHEDULER)
     if starts.dtype != np.int32:
         refuse("query_start_loc_cpu", str(starts.dtype), "int32", kind=ArgumentTypeError)
-    if starts[0] != 0:
+    if starts.item(0) != 0:
         refuse("query_start_loc_cpu", f"a first entry of {starts[0]}", "0", "Boundaries are those of this step's tokens.")
     decreasing = starts[1:] < starts[:-1]
-    if np.logical_or.reduce(decreasing):
-        row = int(decreasing.argmax())
+    if rows and decreasing.item(row := decreasing.argmax()):
         refuse("query_start_loc_cpu", f"{starts[row + 1]} after {starts[row]} (row {row})", "boundaries that never decrease")
-    if batch.num_actual_tokens < starts[-1]:
+    if batch.num_actual_tokens < starts.item(-1):
         refuse("num_actual_tokens", batch.num_actual_tokens, f"at least {starts[-1]}, the last boundary", SCHEDULER)
-    _host("seq_lens_cpu_upper_bound", seq_lens, rows)
+    if seq_lens.shape != (rows,):
+        _refuse_host("seq_lens_cpu_upper_bound", seq_lens, rows)
     if prefilling is not None:
-        _host("is_prefilling_cpu", prefilling, rows)
+        if prefilling.shape != (rows,):
+            _refuse_host("is_prefilling_cpu", prefilling, rows)
         if prefilling.dtype != np.bool_:
             refuse("is_prefilling_cpu", str(prefilling.dtype), "bool", kind=ArgumentTypeError)
-    if drafts is not None:
-        _host("num_decode_draft_tokens_cpu", drafts, rows)
-    cuda, aligned = builder.device.type == "cuda", builder.cache_mode == "align"
-    _vector("query_start_loc", batch.query_start_loc, rows + 1, cuda)
-    _vector("seq_lens", batch.seq_lens, rows, cuda)
+    if drafts is not None and drafts.shape != (rows,):
+        _refuse_host("num_decode_draft_tokens_cpu", drafts, rows)
+    cuda, aligned = builder.cuda, builder.cache_mode == "align"
+    q, s, table = batch.query_start_loc, batch.seq_lens, batch.block_table
+    columns = 1 if aligned else builder.columns
+    if not (q.dtype is s.dtype is table.dtype is INT32 and q.is_cuda is s.is_cuda is table.is_cuda is cuda
+            and q.shape == (rows + 1,) and s.shape == (rows,)):
+        _vector("query_start_loc", q, rows + 1, cuda)
+        _vector("seq_lens", s, rows, cuda)
     if accepted is not None:
         _vector("num_accepted_tokens", accepted, rows, cuda)
-    _table("block_table", batch.block_table, rows, 1 if aligned else builder.columns, cuda)
+    _table("block_table", table, rows, columns, cuda)
     if not aligned:
         return
     if batch.aligned_state_indices is not None:
@@ -59,9 +65,8 @@ def check_batch(builder: KDAMetadataBuilder, batch: Batch, starts: np.ndarray, s
                    "Each block of block_size tokens has a column, and num_spec columns follow the last.")
 
 
-def _host(name: str, array: np.ndarray, rows: int) -> None:
-    if array.shape != (rows,):
-        refuse(name, f"shape {list(array.shape)}", f"shape [{rows}], one entry for each request", SCHEDULER)
+def _refuse_host(name: str, array: np.ndarray, rows: int) -> None:
+    refuse(name, f"shape {list(array.shape)}", f"shape [{rows}], one entry for each request", SCHEDULER)
 
 
 def _int32(name: str, tensor: torch.Tensor, cuda: bool) -> None:

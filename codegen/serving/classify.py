@@ -1,6 +1,7 @@
 """Which rows of a batch are decodes, prefills and speculative decodes: the newest policy of the serving stacks.
 
-Works on host arrays alone, with a dozen numpy calls whatever the batch's size.
+Works on host arrays alone, with a dozen numpy calls whatever the batch's size. Where one position is as good as a whole
+reduction, ``argmax`` finds it: it costs a third of ``any`` or ``max``.
 
 * A row is speculative if it has ``0 <= drafts <= num_spec`` and exactly ``drafts + 1`` new tokens. A row with zero drafts
   is speculative too: only that path starts from the accepted candidate's state.
@@ -29,52 +30,64 @@ class Classes(NamedTuple):
     num_spec_decode_tokens: int
     spec_mask: np.ndarray | None
     uniform_spec_length: int | None
+    spec_leads: bool                 # the speculative rows come first, whatever follows them
     dense_decode: bool
 
 
-def classify(starts: np.ndarray, seq_lens: np.ndarray, is_prefilling: np.ndarray | None, drafts: np.ndarray | None,
-             num_spec: int, keep_decodes: bool = False) -> Classes:
-    """The classes of a batch with boundaries ``starts`` [R+1]; ``seq_lens`` [R] may be upper bounds."""
-    lens = starts[1:] - starts[:-1]
-    if num_spec > 0 and drafts is not None:
-        mask = (drafts >= 0) & (drafts <= num_spec) & (lens == drafts + 1)
-        if np.logical_or.reduce(mask):
-            return _beside_spec(lens, seq_lens, is_prefilling, mask, keep_decodes)
+def classify(starts: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray, is_prefilling: np.ndarray | None,
+             drafts: np.ndarray | None, num_spec: int, keep_decodes: bool = False) -> Classes:
+    """The classes of a batch with boundaries ``starts`` [R+1] from 0 and lengths ``lens`` [R]; ``seq_lens`` [R] may be
+    upper bounds."""
+    if num_spec > 0 and drafts is not None and len(lens):
+        mask = lens - drafts == 1
+        mask &= drafts >= 0
+        mask &= drafts <= num_spec
+        if mask[mask.argmax()]:
+            return _beside_spec(starts, lens, seq_lens, is_prefilling, mask, keep_decodes)
     return _without_spec(starts, lens, seq_lens, is_prefilling)
 
 
 def _first_chunk(lens: np.ndarray, seq_lens: np.ndarray, is_prefilling: np.ndarray | None) -> np.ndarray | None:
     """Rows that have tokens but no state yet. Capture batches also have seq_len == query_len: they say so by None."""
-    if is_prefilling is None or not np.logical_or.reduce(is_prefilling):
+    if is_prefilling is None or not len(lens) or not is_prefilling[is_prefilling.argmax()]:
         return None
     return is_prefilling & (lens > 0) & (seq_lens <= lens)
 
 
 def _without_spec(starts, lens, seq_lens, is_prefilling) -> Classes:
-    rows, tokens = len(lens), int(starts[-1]) - int(starts[0])
-    starts_prefill = lens > 1
-    first = _first_chunk(lens, seq_lens, is_prefilling)
+    rows, tokens = len(lens), starts.item(-1)
+    if rows == 0:
+        return Classes(0, 0, 0, 0, 0, 0, None, None, False, True)
+    several = lens > 1
+    split = several.argmax().item()
+    prefills = several.item(split)
+    ones = split if prefills else rows  # rows of at most one token, of which the first first chunk splits the batch too
+    first = None if is_prefilling is None else _first_chunk(lens[:ones], seq_lens[:ones], is_prefilling[:ones])
     if first is not None:
-        starts_prefill |= first
-    split = int(starts_prefill.argmax()) if rows else 0
-    if rows == 0 or not starts_prefill[split]:
-        dense = bool(lens[:tokens].all())  # no row has more than one token, so the first ones have one each
-        return Classes(0, 0, rows, tokens, 0, 0, None, None, dense)
-    decode_tokens = int(starts[split]) - int(starts[0])
-    trailing = int((lens[::-1] > 0).argmax())
-    return Classes(rows - split - trailing, tokens - decode_tokens, split, decode_tokens, 0, 0, None, None,
+        at = first.argmax().item()
+        if first.item(at):
+            split, prefills = at, True
+    if not prefills:  # no row has more than one token: the decodes are dense if the first ``tokens`` rows have one each
+        dense = tokens == 0 or lens.item(lens[:tokens].argmin()) > 0
+        return Classes(0, 0, rows, tokens, 0, 0, None, None, False, dense)
+    decode_tokens = starts.item(split)
+    trailing = 0 if lens.item(-1) else int((lens[::-1] > 0).argmax())
+    return Classes(rows - split - trailing, tokens - decode_tokens, split, decode_tokens, 0, 0, None, None, False,
                    decode_tokens == split)
 
 
-def _beside_spec(lens, seq_lens, is_prefilling, mask, keep_decodes) -> Classes:
-    spec_lens = lens[mask]
-    spec_rows, spec_tokens, longest = len(spec_lens), int(spec_lens.sum()), int(spec_lens.max())
-    uniform = longest if spec_tokens == longest * spec_rows else None
-    others = ~mask
-    others &= lens > 0
-    other_rows, other_tokens = int(np.count_nonzero(others)), int(lens.sum()) - spec_tokens
-    if keep_decodes and other_rows and other_tokens == other_rows:
-        first = _first_chunk(lens, seq_lens, is_prefilling)
-        if first is None or not (first & others).any():
-            return Classes(0, 0, other_rows, other_tokens, spec_rows, spec_tokens, mask, uniform, True)
-    return Classes(other_rows, other_tokens, 0, 0, spec_rows, spec_tokens, mask, uniform, True)
+def _beside_spec(starts, lens, seq_lens, is_prefilling, mask, keep_decodes) -> Classes:
+    spec_rows, tokens = int(np.count_nonzero(mask)), starts.item(-1)
+    leads = spec_rows == len(mask) or mask.argmin() == spec_rows
+    spec_lens = lens[:spec_rows] if leads else lens[mask]
+    spec_tokens = starts.item(spec_rows) if leads else int(spec_lens.sum())
+    longest = spec_lens.item(spec_lens.argmax())
+    spec = spec_rows, spec_tokens, mask, longest if spec_tokens == longest * spec_rows else None, leads
+    other_rows, other_tokens = 0, tokens - spec_tokens
+    if other_tokens:
+        other_rows = int(np.count_nonzero(lens)) - spec_rows
+        if keep_decodes and other_tokens == other_rows:
+            first = _first_chunk(lens, seq_lens, is_prefilling)
+            if first is None or not (first & ~mask).any():
+                return Classes(0, 0, other_rows, other_tokens, *spec, True)
+    return Classes(other_rows, other_tokens, 0, 0, *spec, True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from kdagen.errors import KdagenError, refuse
-from kdagen.ops.staging import stage_spec_decode_metadata
+from kdagen.ops.staging import stage
 from kdagen.serving.batch import NULL_SLOT, KDAMetadata
 
 
@@ -51,6 +51,9 @@ class GraphStaging:
         self._ones, self._discarded, self._zeros = new(cap, fill=1), new(cap), new(cap + 1)
         self._decode_column = self.decode_state[:, None]  # the staging kernel takes tables
         self._decode_rows = self._spec_rows = self._masked = 0  # rows that are not padding now
+        self._decode_views: dict[int, tuple] = {}  # by the number of rows: what a step's metadata holds
+        self._spec_views: dict[int, tuple] = {}
+        self._token_views: dict[int, torch.Tensor] = {}
         self.epoch = 0
 
     def fits(self, requests: int, tokens: int) -> bool:
@@ -69,11 +72,12 @@ class GraphStaging:
         rows = metadata.num_reqs
         span = max(rows, self._decode_rows)
         if span:
-            stage_spec_decode_metadata(table, starts, self._ones, self._decode_column[:span], self.decode_starts,
-                                       self._discarded, num_spec_decodes=live, checked=False)
+            stage(table, starts, self._ones, self._decode_column, self.decode_starts, self._discarded, live, span, NULL_SLOT)
         self._decode_rows = rows
-        metadata.non_spec_state_indices_tensor = self.decode_state[:rows]
-        metadata.non_spec_query_start_loc = self.decode_starts[:rows + 1]
+        views = self._decode_views.get(rows)
+        if views is None:
+            views = self._decode_views[rows] = self.decode_state[:rows], self.decode_starts[:rows + 1]
+        metadata.non_spec_state_indices_tensor, metadata.non_spec_query_start_loc = views
         metadata.staged = "decode"
 
     def stage_spec(self, metadata: KDAMetadata, table: torch.Tensor, starts: torch.Tensor, accepted: torch.Tensor,
@@ -81,15 +85,19 @@ class GraphStaging:
         """The first ``spec_rows`` rows speculate, the batch's others are padding; views of all R rows."""
         rows = metadata.num_reqs
         span = max(rows, self._spec_rows)
-        stage_spec_decode_metadata(table, starts, accepted, self.spec_state[:span], self.spec_starts, self.spec_accepted,
-                                   num_spec_decodes=spec_rows, checked=False)
+        stage(table, starts, accepted, self.spec_state, self.spec_starts, self.spec_accepted, spec_rows, span, NULL_SLOT)
         self._spec_rows = rows
         self._mask(spec_rows)
-        metadata.spec_state_indices_tensor = self.spec_state[:rows]
-        metadata.spec_query_start_loc = self.spec_starts[:rows + 1]
-        metadata.num_accepted_tokens = self.spec_accepted[:rows]
-        metadata.spec_sequence_masks = self.spec_masks[:rows]
-        metadata.spec_token_indx = self.spec_tokens[:tokens]
+        views = self._spec_views.get(rows)
+        if views is None:
+            views = self._spec_views[rows] = (self.spec_state[:rows], self.spec_starts[:rows + 1], self.spec_accepted[:rows],
+                                              self.spec_masks[:rows])
+        (metadata.spec_state_indices_tensor, metadata.spec_query_start_loc, metadata.num_accepted_tokens,
+         metadata.spec_sequence_masks) = views
+        token_view = self._token_views.get(tokens)
+        if token_view is None:
+            token_view = self._token_views[tokens] = self.spec_tokens[:tokens]
+        metadata.spec_token_indx = token_view
         metadata.non_spec_token_indx = self._no_tokens
         metadata.staged = "spec"
 
@@ -98,14 +106,12 @@ class GraphStaging:
         self.epoch += 1
         metadata.epoch = self.epoch
         if self._decode_rows and metadata.staged != "decode":
-            column = self._decode_column[:self._decode_rows]
-            stage_spec_decode_metadata(column, self._zeros, self._ones, column, self.decode_starts, self._discarded,
-                                       num_spec_decodes=0, checked=False)
+            stage(self._decode_column, self._zeros, self._ones, self._decode_column, self.decode_starts, self._discarded,
+                  0, self._decode_rows, NULL_SLOT)
             self._decode_rows = 0
         if self._spec_rows and metadata.staged != "spec":
-            state = self.spec_state[:self._spec_rows]
-            stage_spec_decode_metadata(state, self._zeros, self._ones, state, self.spec_starts, self.spec_accepted,
-                                       num_spec_decodes=0, checked=False)
+            stage(self.spec_state, self._zeros, self._ones, self.spec_state, self.spec_starts, self.spec_accepted,
+                  0, self._spec_rows, NULL_SLOT)
             self._spec_rows = 0
             self._mask(0)
 

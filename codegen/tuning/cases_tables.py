@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kdagen import reference
-from kdagen.ops.metadata import step_tables
+from kdagen.ops import _tables
+from kdagen.ops.metadata import _write, step_tables
 from kdagen.ops.staging import stage_spec_decode_metadata
 from kdagen.spec import Problem, Spec
 from kdagen.tuning.cases import TORCH_DTYPES, Case, Random, case
@@ -24,11 +25,24 @@ class StepTables(Case):
         random = Random(seed, torch.device("cpu"))
         cuts = random.order(problem.tokens - 1)[: problem.seqs - 1].sort().values + 1
         edges = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), problem.tokens)])
-        return {"cu_seqlens": edges.to(TORCH_DTYPES[spec.dtype]).to(device), "tokens": problem.tokens}
+        inputs = {"cu_seqlens": edges.to(TORCH_DTYPES[spec.dtype]).to(device), "tokens": problem.tokens}
+        if spec.requests:  # every other request is in its first chunk
+            lens = edges.diff() + torch.arange(problem.seqs) % 2
+            inputs |= {"first": problem.seqs // 2, "lens": lens.to(device, torch.int32),
+                       "table": random.order(2 * problem.seqs).view(-1, 2).to(device, torch.int32)}
+        return inputs
 
     def run(self, spec: Spec, inputs: dict) -> dict:
-        tables = step_tables(**inputs, chunk_size=spec.chunk, blocks=CONV_BLOCKS[: spec.schedules], rows=spec.chunk > 0)
-        out = {"counts": tables.counts}
+        blocks, out = CONV_BLOCKS[: spec.schedules], {}
+        if spec.requests:
+            edges, bound, first, lens, table = inputs.values()
+            planned, n_seqs = _tables.plan(spec.chunk, *blocks), len(edges) - 1
+            sizes, given = _tables.bounded_sizes(n_seqs, bound, planned), (0, first, lens, 1, table, 2)
+            tables, requests = _write(edges, n_seqs, planned, sizes, True, True, False, given)
+            out |= requests._asdict()
+        else:
+            tables = step_tables(**inputs, chunk_size=spec.chunk, blocks=blocks, rows=spec.chunk > 0)
+        out["counts"] = tables.counts
         if spec.chunk:
             out |= {"indices": tables.chunk_indices, "offsets": tables.chunk_offsets}
         for block, schedule in tables.schedules.items():
@@ -39,9 +53,14 @@ class StepTables(Case):
         edges, bound = inputs["cu_seqlens"], inputs["tokens"]
         size = lambda block: -(-bound // block) + len(edges) - 1
         pad = lambda x, rows: torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), -1)])
-        out, counts = {}, []
+        out, counts, chunked = {}, [], edges
+        if spec.requests:
+            first, carries = inputs["first"], inputs["lens"] > edges.diff()
+            chunked = edges[first:] - edges[first]
+            out |= {"starts": chunked, "slots": inputs["table"][first:, 0], "carries": carries,
+                    "first_carries": carries[first:]}
         if spec.chunk:
-            indices, offsets = reference.chunk_table(edges, spec.chunk)
+            indices, offsets = reference.chunk_table(chunked, spec.chunk)
             out |= {"indices": pad(indices, size(spec.chunk)), "offsets": offsets}
             counts.append(len(indices))
         for block in CONV_BLOCKS[: spec.schedules]:

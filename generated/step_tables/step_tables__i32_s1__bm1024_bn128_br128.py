@@ -1,13 +1,13 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: step_tables.py.j2
-# variant:  step_tables__i32_s1__bg8_bn128_br128
-# inputs:   9516d065991d3f580bd150e828071413fac598d290acda6af2c7e7fa9cdb4bf8
+# variant:  step_tables__i32_s1__bm1024_bn128_br128
+# inputs:   f763fa0a50c1a1a81b97df15c551a87f1c8fc3e5dab6e7439af7e5b4ec6db9da
 
 """Step tables: which sequence, and which part of it, each program of a step works on.
 
 A table lists the parts of all sequences, sequence-major: a sequence of L tokens has ceil(L / block) parts, and each row is
 (sequence, part of that sequence). One launch, from one read of the boundaries, writes
- - 1 schedule of the short convolution, of any block size.
+ - 1 schedule of the short convolution, of any block size;
 The programs of all tables lie one after another on grid axis 0, and each owns 128 rows of one table: one long sequence
 and many short ones are spread over the device alike. Rows past a table's true count are -1. Nothing is written past a
 table's end, whatever the boundaries hold.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 SPEC = {'family': 'step_tables', 'dtype': 'i32', 'schedules': 1}
-SCHEDULE = {'bg': 8, 'bn': 128, 'br': 128}
+SCHEDULE = {'bm': 1024, 'bn': 128, 'br': 128}
 
 ROWS = 128  # rows of a table that one program owns
 
@@ -33,48 +33,22 @@ def _join(begins_a, row_a, begins_b, row_b):
 
 
 @triton.jit
-def _parts(cu_seqlens, o_s, n_seqs, block):
-    """Parts of the sequences o_s; 0 for those past the last."""
-    m_s = o_s < n_seqs
-    b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
-    b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
-    return (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block
+def _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS: tl.constexpr, SEQS: tl.constexpr):
+    """([ROWS] sequences that begin on each row, row 0: or before it; the row on which the last of these begins; all parts).
 
-
-@triton.jit
-def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
-    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
-
-    A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
-    offsets of the sequences that begin on its rows; that of row ``total``, where a next one would begin, the last offset.
+    Reads SEQS sequences at a time, those before row r_0 too, up to the one that begins at r_end or later. A sequence begins
+    on the row of its first part; an empty one, on the row of the next.
     """
-    SEQS: tl.constexpr = 128  # sequences in a group
-    GROUPS: tl.constexpr = 8  # groups that are passed over at a time
-    r_0 = i_b * ROWS
-    i_s = 0  # sequences passed, all of which end before row r_0 at first
-    total = 0  # their parts
-    if (n_seqs > SEQS) & (i_b > 0):
-        b_end = 0
-        o_g = tl.arange(0, GROUPS)
-        for i_g in range(0, n_seqs, GROUPS * SEQS):
-            o_s = i_g + o_g[:, None] * SEQS + tl.arange(0, SEQS)[None, :]
-            b_ends = b_end + tl.cumsum(tl.sum(_parts(cu_seqlens, o_s, n_seqs, block), 1), 0)  # [GROUPS] rows
-            m_g = b_ends < r_0
-            # how far the groups before row r_0 reach, in sequences and in rows, and the last of all: in one reduction
-            b_pair = tl.join(tl.where(m_g, i_g + (o_g + 1) * SEQS, 0), tl.where(m_g, b_ends, 0))
-            b_reach, b_last = tl.split(tl.max(tl.join(b_pair, tl.join(b_ends, b_ends)), 0))
-            b_seqs, b_rows = tl.split(b_reach)
-            i_s, total, b_end = tl.maximum(i_s, b_seqs), tl.maximum(total, b_rows), tl.max(b_last, 0)
-
-    r_end = r_0 + ROWS
-    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
-        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
-    b_begins = tl.where(tl.arange(0, ROWS) == 0, i_s, 0)  # [ROWS] sequences that begin on a row; row 0: or before it
-    latest = 0  # the row on which the last one up to row r_0 begins
+    b_begins = tl.zeros([ROWS], tl.int32)
+    latest = 0
+    total = 0
+    i_s = 0
     while (i_s < n_seqs) & (total < r_end):
         o_s = i_s + tl.arange(0, SEQS)
         m_s = o_s < n_seqs
-        b_parts = _parts(cu_seqlens, o_s, n_seqs, block)  # [SEQS]
+        b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
+        b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
+        b_parts = (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block  # [SEQS]
         b_ends = total + tl.cumsum(b_parts, 0)
         b_first = b_ends - b_parts  # [SEQS] the row on which each begins
         if offsets is not None:
@@ -86,6 +60,25 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
         total, b_latest = tl.split(b_pair)
         latest = tl.maximum(latest, b_latest)
         i_s += SEQS
+    return b_begins, latest, total
+
+
+@triton.jit
+def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
+    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
+
+    Each program also writes the offsets of the sequences that begin on its rows; that of row ``total``, where a next one
+    would begin, the last offset.
+    """
+    FEW: tl.constexpr = 128  # up to so many sequences, one short read; more: 1024 at a time
+    r_0 = i_b * ROWS
+    r_end = r_0 + ROWS
+    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
+        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
+    if n_seqs <= FEW:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, FEW)
+    else:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, 1024)
     if offsets is not None or count is not None:
         if (total >= r_0) & (total < r_end):
             if offsets is not None:
@@ -101,10 +94,10 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
     return o_r.to(tl.int64), tl.where(m_r, b_count - 1, -1), tl.where(m_r, o_r - b_first, -1)
 
 
-# the sizes differ from step to step: no new binary for them, nor for boundaries that start anywhere in a tensor
+# the sizes differ from step to step: no new binary for them, nor for inputs that start anywhere in a tensor
 @triton.jit(
-    do_not_specialize=["n_seqs", "n_1", "block_1"],
-    do_not_specialize_on_alignment=["cu_seqlens"],
+    do_not_specialize=['n_seqs', 'n_1', 'block_1'],
+    do_not_specialize_on_alignment=['cu_seqlens'],
 )
 def step_tables_kernel(
     cu_seqlens, n_seqs,  # [N+1] i32
@@ -113,13 +106,15 @@ def step_tables_kernel(
     ROWS: tl.constexpr,
 ):
     i_b = tl.program_id(0)
-    if (i_b >= 0) & (i_b < _programs(n_1, ROWS)):
-        count = None if counts is None else counts + 0
-        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, block_1, i_b, n_1, count, None, ROWS)
-        m_r = o_r < n_1
-        tl.store(seq_1 + o_r, b_seq, mask=m_r)
-        tl.store(part_1 + o_r, b_part, mask=m_r)
-    i_b -= _programs(n_1, ROWS)
+    # one schedule's programs after another's: this program's own is the last that begins at i_b or before it
+    seq, part, block, n_rows, number, begin, end = seq_1, part_1, block_1, n_1, 0, 0, _programs(n_1, ROWS)
+    if (i_b >= 0) & (i_b < end):
+        count = None if counts is None else counts + number
+        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, block, i_b - begin, n_rows, count, None, ROWS)
+        m_r = o_r < n_rows
+        tl.store(seq + o_r, b_seq, mask=m_r)
+        tl.store(part + o_r, b_part, mask=m_r)
+    i_b -= end
 
 
 def launch(
@@ -127,7 +122,7 @@ def launch(
     seq_1, part_1, block_1, n_1,
     *, num_warps=4, num_stages=1,
 ):
-    """Write all tables of a step. All tensors are contiguous and on one device.
+    """Write all tables of a step. All outputs are contiguous, and everything is on one device.
 
     cu_seqlens [n_seqs + 1] i32: boundaries, of which only the differences count (and rows' first token).
     counts     [1] int32 or None: the number of rows that each table should have.

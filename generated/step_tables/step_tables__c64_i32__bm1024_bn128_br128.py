@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: step_tables.py.j2
-# variant:  step_tables__c64_i64__bg8_bn128_br128
-# inputs:   7d16291757b0ac25d9ff2203b189651d1abf864893f3f0afde71601031778cc1
+# variant:  step_tables__c64_i32__bm1024_bn128_br128
+# inputs:   90f284bbd9e37ccf6c069eae8558ec1927d17d36ca983cfba78ad568574847e2
 
 """Step tables: which sequence, and which part of it, each program of a step works on.
 
@@ -16,8 +16,8 @@ table's end, whatever the boundaries hold.
 import triton
 import triton.language as tl
 
-SPEC = {'family': 'step_tables', 'chunk': 64, 'dtype': 'i64'}
-SCHEDULE = {'bg': 8, 'bn': 128, 'br': 128}
+SPEC = {'family': 'step_tables', 'chunk': 64, 'dtype': 'i32'}
+SCHEDULE = {'bm': 1024, 'bn': 128, 'br': 128}
 
 ROWS = 128  # rows of a table that one program owns
 
@@ -33,48 +33,22 @@ def _join(begins_a, row_a, begins_b, row_b):
 
 
 @triton.jit
-def _parts(cu_seqlens, o_s, n_seqs, block):
-    """Parts of the sequences o_s; 0 for those past the last."""
-    m_s = o_s < n_seqs
-    b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
-    b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
-    return (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block
+def _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS: tl.constexpr, SEQS: tl.constexpr):
+    """([ROWS] sequences that begin on each row, row 0: or before it; the row on which the last of these begins; all parts).
 
-
-@triton.jit
-def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
-    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
-
-    A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
-    offsets of the sequences that begin on its rows; that of row ``total``, where a next one would begin, the last offset.
+    Reads SEQS sequences at a time, those before row r_0 too, up to the one that begins at r_end or later. A sequence begins
+    on the row of its first part; an empty one, on the row of the next.
     """
-    SEQS: tl.constexpr = 128  # sequences in a group
-    GROUPS: tl.constexpr = 8  # groups that are passed over at a time
-    r_0 = i_b * ROWS
-    i_s = 0  # sequences passed, all of which end before row r_0 at first
-    total = 0  # their parts
-    if (n_seqs > SEQS) & (i_b > 0):
-        b_end = 0
-        o_g = tl.arange(0, GROUPS)
-        for i_g in range(0, n_seqs, GROUPS * SEQS):
-            o_s = i_g + o_g[:, None] * SEQS + tl.arange(0, SEQS)[None, :]
-            b_ends = b_end + tl.cumsum(tl.sum(_parts(cu_seqlens, o_s, n_seqs, block), 1), 0)  # [GROUPS] rows
-            m_g = b_ends < r_0
-            # how far the groups before row r_0 reach, in sequences and in rows, and the last of all: in one reduction
-            b_pair = tl.join(tl.where(m_g, i_g + (o_g + 1) * SEQS, 0), tl.where(m_g, b_ends, 0))
-            b_reach, b_last = tl.split(tl.max(tl.join(b_pair, tl.join(b_ends, b_ends)), 0))
-            b_seqs, b_rows = tl.split(b_reach)
-            i_s, total, b_end = tl.maximum(i_s, b_seqs), tl.maximum(total, b_rows), tl.max(b_last, 0)
-
-    r_end = r_0 + ROWS
-    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
-        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
-    b_begins = tl.where(tl.arange(0, ROWS) == 0, i_s, 0)  # [ROWS] sequences that begin on a row; row 0: or before it
-    latest = 0  # the row on which the last one up to row r_0 begins
+    b_begins = tl.zeros([ROWS], tl.int32)
+    latest = 0
+    total = 0
+    i_s = 0
     while (i_s < n_seqs) & (total < r_end):
         o_s = i_s + tl.arange(0, SEQS)
         m_s = o_s < n_seqs
-        b_parts = _parts(cu_seqlens, o_s, n_seqs, block)  # [SEQS]
+        b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
+        b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
+        b_parts = (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block  # [SEQS]
         b_ends = total + tl.cumsum(b_parts, 0)
         b_first = b_ends - b_parts  # [SEQS] the row on which each begins
         if offsets is not None:
@@ -86,6 +60,25 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
         total, b_latest = tl.split(b_pair)
         latest = tl.maximum(latest, b_latest)
         i_s += SEQS
+    return b_begins, latest, total
+
+
+@triton.jit
+def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
+    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
+
+    Each program also writes the offsets of the sequences that begin on its rows; that of row ``total``, where a next one
+    would begin, the last offset.
+    """
+    FEW: tl.constexpr = 128  # up to so many sequences, one short read; more: 1024 at a time
+    r_0 = i_b * ROWS
+    r_end = r_0 + ROWS
+    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
+        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
+    if n_seqs <= FEW:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, FEW)
+    else:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, 1024)
     if offsets is not None or count is not None:
         if (total >= r_0) & (total < r_end):
             if offsets is not None:
@@ -101,28 +94,29 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
     return o_r.to(tl.int64), tl.where(m_r, b_count - 1, -1), tl.where(m_r, o_r - b_first, -1)
 
 
-# the sizes differ from step to step: no new binary for them, nor for boundaries that start anywhere in a tensor
+# the sizes differ from step to step: no new binary for them, nor for inputs that start anywhere in a tensor
 @triton.jit(
-    do_not_specialize=["n_seqs", "n_chunks"],
-    do_not_specialize_on_alignment=["cu_seqlens"],
+    do_not_specialize=['n_seqs', 'n_chunks'],
+    do_not_specialize_on_alignment=['cu_seqlens'],
 )
 def step_tables_kernel(
-    cu_seqlens, n_seqs,  # [N+1] i64
+    cu_seqlens, n_seqs,  # [N+1] i32
     counts,  # [tables] int32: the true number of rows of each table; None: not wanted
-    offsets, chunks, rows, n_chunks,  # [N+1] int64, [NT, 2] i64, [NT, 4] int32 or None
+    offsets, chunks, rows, n_chunks,  # [N+1] int64, [NT, 2] i32, [NT, 4] int32 or None
     ROWS: tl.constexpr,
 ):
     i_b = tl.program_id(0)
     if i_b < _programs(n_chunks, ROWS):
-        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, 64, i_b, n_chunks, counts, offsets, ROWS)
+        chunked, n_chunked, origin = cu_seqlens, n_seqs, 0
+        o_r, b_seq, b_part = _locate(chunked, n_chunked, 64, i_b, n_chunks, counts, offsets, ROWS)
         m_r = o_r < n_chunks
         tl.store(chunks + o_r * 2, b_seq, mask=m_r)
         tl.store(chunks + o_r * 2 + 1, b_part, mask=m_r)
         if rows is not None:
             m_s = m_r & (b_seq >= 0)
-            b_bos = tl.load(cu_seqlens + b_seq, mask=m_s, other=0).to(tl.int32) + b_part * 64
-            b_eos = tl.load(cu_seqlens + b_seq + 1, mask=m_s, other=0).to(tl.int32)
-            tl.store(rows + o_r * 4, tl.where(m_s, b_bos, -1), mask=m_r)
+            b_bos = tl.load(chunked + b_seq, mask=m_s, other=0).to(tl.int32) + b_part * 64
+            b_eos = tl.load(chunked + b_seq + 1, mask=m_s, other=0).to(tl.int32)
+            tl.store(rows + o_r * 4, tl.where(m_s, b_bos - origin, -1), mask=m_r)
             tl.store(rows + o_r * 4 + 1, tl.where(m_s, tl.minimum(b_eos - b_bos, 64), -1), mask=m_r)
             tl.store(rows + o_r * 4 + 2, b_seq, mask=m_r)
             tl.store(rows + o_r * 4 + 3, b_part, mask=m_r)
@@ -134,12 +128,12 @@ def launch(
     offsets, chunks, rows, n_chunks,
     *, num_warps=4, num_stages=1,
 ):
-    """Write all tables of a step. All tensors are contiguous and on one device.
+    """Write all tables of a step. All outputs are contiguous, and everything is on one device.
 
-    cu_seqlens [n_seqs + 1] i64: boundaries, of which only the differences count (and rows' first token).
+    cu_seqlens [n_seqs + 1] i32: boundaries, of which only the differences count (and rows' first token).
     counts     [1] int32 or None: the number of rows that each table should have.
     offsets    [n_seqs + 1] int64: the row of each sequence's first chunk, then the number of chunks; at most n_chunks.
-    chunks     [n_chunks, 2] i64: (sequence, chunk in it).
+    chunks     [n_chunks, 2] i32: (sequence, chunk in it).
     rows       [n_chunks, 4] int32 or None: (first token, valid tokens, sequence, chunk in it).
     """
     programs = (

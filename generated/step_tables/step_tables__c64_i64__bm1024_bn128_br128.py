@@ -1,0 +1,146 @@
+# Rendered by kdagen: edit the template and run `kdagen render`, not this file.
+# template: step_tables.py.j2
+# variant:  step_tables__c64_i64__bm1024_bn128_br128
+# inputs:   e0b4ebf5f5ca133bb268c13baf68c84a60b22d2b9f1b818d0a41ef2946791035
+
+"""Step tables: which sequence, and which part of it, each program of a step works on.
+
+A table lists the parts of all sequences, sequence-major: a sequence of L tokens has ceil(L / block) parts, and each row is
+(sequence, part of that sequence). One launch, from one read of the boundaries, writes
+ - the table of chunks of 64 tokens, its offsets, and what a prefill kernel wants to know of each chunk;
+The programs of all tables lie one after another on grid axis 0, and each owns 128 rows of one table: one long sequence
+and many short ones are spread over the device alike. Rows past a table's true count are -1. Nothing is written past a
+table's end, whatever the boundaries hold.
+"""
+
+import triton
+import triton.language as tl
+
+SPEC = {'family': 'step_tables', 'chunk': 64, 'dtype': 'i64'}
+SCHEDULE = {'bm': 1024, 'bn': 128, 'br': 128}
+
+ROWS = 128  # rows of a table that one program owns
+
+
+@triton.jit
+def _programs(n_rows, ROWS: tl.constexpr):
+    return tl.maximum(tl.cdiv(n_rows, ROWS), 1)
+
+
+@triton.jit
+def _join(begins_a, row_a, begins_b, row_b):
+    return begins_a + begins_b, tl.maximum(row_a, row_b)
+
+
+@triton.jit
+def _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS: tl.constexpr, SEQS: tl.constexpr):
+    """([ROWS] sequences that begin on each row, row 0: or before it; the row on which the last of these begins; all parts).
+
+    Reads SEQS sequences at a time, those before row r_0 too, up to the one that begins at r_end or later. A sequence begins
+    on the row of its first part; an empty one, on the row of the next.
+    """
+    b_begins = tl.zeros([ROWS], tl.int32)
+    latest = 0
+    total = 0
+    i_s = 0
+    while (i_s < n_seqs) & (total < r_end):
+        o_s = i_s + tl.arange(0, SEQS)
+        m_s = o_s < n_seqs
+        b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
+        b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
+        b_parts = (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block  # [SEQS]
+        b_ends = total + tl.cumsum(b_parts, 0)
+        b_first = b_ends - b_parts  # [SEQS] the row on which each begins
+        if offsets is not None:
+            m_here = m_s & (b_first >= r_0) & (b_first < r_end)
+            tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
+        b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=m_s & (b_first < r_0 + ROWS))
+        # two maxima in one reduction
+        b_pair = tl.max(tl.join(b_ends, tl.where(m_s & (b_first <= r_0), b_first, 0)), 0)
+        total, b_latest = tl.split(b_pair)
+        latest = tl.maximum(latest, b_latest)
+        i_s += SEQS
+    return b_begins, latest, total
+
+
+@triton.jit
+def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
+    """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
+
+    Each program also writes the offsets of the sequences that begin on its rows; that of row ``total``, where a next one
+    would begin, the last offset.
+    """
+    FEW: tl.constexpr = 128  # up to so many sequences, one short read; more: 1024 at a time
+    r_0 = i_b * ROWS
+    r_end = r_0 + ROWS
+    if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
+        r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
+    if n_seqs <= FEW:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, FEW)
+    else:
+        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, 1024)
+    if offsets is not None or count is not None:
+        if (total >= r_0) & (total < r_end):
+            if offsets is not None:
+                tl.store(offsets + n_seqs, tl.minimum(total, n_rows).to(tl.int64))
+            if count is not None:
+                tl.store(count, total)
+
+    # a row belongs to the last sequence that begins on it or before it; the others that begin there are empty
+    o_r = r_0 + tl.arange(0, ROWS)
+    b_row = tl.where((b_begins > 0) & (o_r > r_0), o_r, latest)
+    b_count, b_first = tl.associative_scan((b_begins, b_row), 0, _join)
+    m_r = o_r < total
+    return o_r.to(tl.int64), tl.where(m_r, b_count - 1, -1), tl.where(m_r, o_r - b_first, -1)
+
+
+# the sizes differ from step to step: no new binary for them, nor for inputs that start anywhere in a tensor
+@triton.jit(
+    do_not_specialize=['n_seqs', 'n_chunks'],
+    do_not_specialize_on_alignment=['cu_seqlens'],
+)
+def step_tables_kernel(
+    cu_seqlens, n_seqs,  # [N+1] i64
+    counts,  # [tables] int32: the true number of rows of each table; None: not wanted
+    offsets, chunks, rows, n_chunks,  # [N+1] int64, [NT, 2] i64, [NT, 4] int32 or None
+    ROWS: tl.constexpr,
+):
+    i_b = tl.program_id(0)
+    if i_b < _programs(n_chunks, ROWS):
+        chunked, n_chunked, origin = cu_seqlens, n_seqs, 0
+        o_r, b_seq, b_part = _locate(chunked, n_chunked, 64, i_b, n_chunks, counts, offsets, ROWS)
+        m_r = o_r < n_chunks
+        tl.store(chunks + o_r * 2, b_seq, mask=m_r)
+        tl.store(chunks + o_r * 2 + 1, b_part, mask=m_r)
+        if rows is not None:
+            m_s = m_r & (b_seq >= 0)
+            b_bos = tl.load(chunked + b_seq, mask=m_s, other=0).to(tl.int32) + b_part * 64
+            b_eos = tl.load(chunked + b_seq + 1, mask=m_s, other=0).to(tl.int32)
+            tl.store(rows + o_r * 4, tl.where(m_s, b_bos - origin, -1), mask=m_r)
+            tl.store(rows + o_r * 4 + 1, tl.where(m_s, tl.minimum(b_eos - b_bos, 64), -1), mask=m_r)
+            tl.store(rows + o_r * 4 + 2, b_seq, mask=m_r)
+            tl.store(rows + o_r * 4 + 3, b_part, mask=m_r)
+    i_b -= _programs(n_chunks, ROWS)
+
+
+def launch(
+    cu_seqlens, n_seqs, counts,
+    offsets, chunks, rows, n_chunks,
+    *, num_warps=4, num_stages=1,
+):
+    """Write all tables of a step. All outputs are contiguous, and everything is on one device.
+
+    cu_seqlens [n_seqs + 1] i64: boundaries, of which only the differences count (and rows' first token).
+    counts     [1] int32 or None: the number of rows that each table should have.
+    offsets    [n_seqs + 1] int64: the row of each sequence's first chunk, then the number of chunks; at most n_chunks.
+    chunks     [n_chunks, 2] i64: (sequence, chunk in it).
+    rows       [n_chunks, 4] int32 or None: (first token, valid tokens, sequence, chunk in it).
+    """
+    programs = (
+        max(1, -(-n_chunks // ROWS))
+    )
+    step_tables_kernel[(programs,)](
+        cu_seqlens, n_seqs, counts,
+        offsets, chunks, rows, n_chunks,
+        ROWS=ROWS, num_warps=num_warps, num_stages=num_stages,
+    )
