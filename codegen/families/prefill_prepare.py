@@ -74,7 +74,7 @@ class Prepare(Family):
             "leaf": leaf, "levels": levels, "inverse_steps": steps[1:],
             "leaf_shift": int((leaf - 1) / 2 * -LOWEST_BOUND * math.log2(math.e)),
             "log2_terms": LOG2_TERMS[8 if spec.dtype == "fp32" else 4],
-            "gate_scale": float(1 << bits), "clamp": 2000.0,
+            "gate_scale": float(1 << bits), "clamp": 160.0,  # log2 units a token: beyond it nothing is left in fp32
             "half": "tl.float32" if spec.dtype == "fp32" else "tl.float16",
             "precision": precision(spec),
         }
@@ -140,7 +140,8 @@ class Prepare(Family):
         signature = dict.fromkeys(("q", "k", "v", "g", "qg", "kg", "w", "u"), tile(spec.k)) | {"aqk": tile(spec.chunk)}
         signature |= pointers("bf16", "beta") | pointers("fp32", "A_log", "dt_bias", "dec")
         signature |= {"chunk_table": "*i32", "prefix": "*fp16"}
-        signature |= dict.fromkeys(("row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"), "i32")
+        signature |= dict.fromkeys((
+            "row_begin", "slot_base", "T", "ALONE", "HV", "GROUP", "stride_beta_t", "stride_beta_h"), "i32")
         signature |= dict.fromkeys(("lower_bound", "scale", "beta_scale"), "fp32")
         return Kernel("prepare_kernel", signature, {"USE_L2NORM": True, "USE_SIGMOID": True})
 

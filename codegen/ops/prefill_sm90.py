@@ -105,8 +105,9 @@ class Layout:
                     *call.kernels.prepare_options.values(), call.kernels.state, *call.kernels.state_options.values(),
                     *map(kind, tensors), *[x & 15 == 0 for x in strides])
         self.tokens = call.q.shape[:-2].numel()
-        self.prepare_end = (0, self.tokens, self.HV, self.HV // call.H, call.beta.stride(-2), call.beta.stride(-1),
-                            call.lower_bound, call.scale, call.beta_scale, call.l2norm, call.sigmoid_beta)
+        self.prepare_end = (0, self.tokens, int(self.N == 1), self.HV, self.HV // call.H, call.beta.stride(-2),
+                            call.beta.stride(-1), call.lower_bound, call.scale, call.beta_scale, call.l2norm,
+                            call.sigmoid_beta)
         self.walk_end = (call.pad_slot, _pool_slots(call), self.N, self.HV, *strides, call.v_first,
                          call.kernels.state_options["num_stages"])
         self.mid_stride = 0 if cut.form == "windows" else cut.segments
@@ -231,8 +232,8 @@ class Once:
         call, kernels = self.call, self.call.kernels
         return kernels.prepare(
             call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.chunk_rows, self.prefix,
-            *self.tensors(*OUTPUTS, "dec"), step.begin, step.end, 0, call.H, call.HV, *self.layout.prepare_end[6:],
-            **kernels.prepare_options)
+            *self.tensors(*OUTPUTS, "dec"), step.begin, step.end, 0, call.H, call.HV, *self.layout.prepare_end[7:],
+            alone=self.layout.N == 1, **kernels.prepare_options)
 
     def fast_walk(self, kernel: MapKernel, step: Walk) -> tuple[int, tuple]:
         layout, states = self.layout, self.states

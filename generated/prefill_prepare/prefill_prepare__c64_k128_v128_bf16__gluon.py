@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   49cb65bd475d4d8f65d21f7d827235a7498b9f08e504e1304ba6239a5a55e5be
+# inputs:   59c658f28a406d77215984350ae4e1c946f19006f09a173944f3ff26362f9290
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -62,13 +62,6 @@ def emit(slot, tile, row):
     """Start the copy of a slot, just written by this program, to the rows of an intermediate that begin at ``row``."""
     fence_async_shared()
     tma_store(tile, [row, 0], slot)
-
-
-@gluon.jit
-def drain():
-    """Wait until every started copy has read its slot: from here on the slots may be written again."""
-    tma.store_wait(0)
-    thread_barrier()
 
 
 @gluon.jit
@@ -192,17 +185,19 @@ def product(b_rows, s_1, s_3, is_lower):
     return gl.convert_layout(both.permute([0, 2, 1]).reshape([64, 64]), ACC_C, assert_trivial=True)
 
 
-@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
+@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "ALONE", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
 def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec,
-                   row_begin, slot_base, T, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
+                   row_begin, slot_base, T, ALONE, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
                    USE_L2NORM: gl.constexpr, USE_SIGMOID: gl.constexpr):
     pid = gl.program_id(0)
     i_h = pid % HV
     i_c = row_begin + pid // HV
-    i_t = gl.load(chunk_table + 4 * i_c)        # first token; negative in the spare rows of a bounded table
-    valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
+    # first token, negative in the spare rows of a bounded table. A sequence alone is known to start at 0: its tiles are on
+    # their way before the table has been read
+    i_t = gl.load(chunk_table + 4 * i_c, mask=ALONE == 0, other=i_c * 64)
     if (i_t < 0) | (i_t >= T):
         return
+    valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
     valid = gl.minimum(valid, T - i_t)          # whatever the device's boundaries say, there are T tokens
     s_0 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
@@ -366,17 +361,18 @@ def rows_of(x):
 
 def launch(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec, row_begin, row_end, slot_base,
            H, HV, lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
-           *, num_warps=4, num_stages=1):
+           *, alone=False, num_warps=4, num_stages=1):
     """All that the rows [row_begin, row_end) of the chunk table can compute without the incoming state.
 
     q, k [.., H, 128], v [.., HV, 128], raw gate g [.., HV, 128] bf16, heads packed, row strides of 16 bytes' multiples;
     beta [.., HV] bf16 or fp32; A_log [HV] fp32 or None; dt_bias [HV, 128] fp32 or None; chunk_table int32 [rows, 4] =
     (first token, tokens, sequence, chunk in sequence); prefix = matrices(device). Writes qg, kg, w, u [slots, HV, 64, 128]
-    and aqk [slots, HV, 64, 64] bf16, dec [slots, HV, 128] fp32; slot = row - slot_base. lower_bound in nats a token.
+    and aqk [slots, HV, 64, 64] bf16, dec [slots, HV, 128] fp32; slot = row - slot_base. lower_bound in nats a token. alone: the
+    table is that of one sequence, which starts at token 0.
     """
     if row_end > row_begin:
         return prepare_kernel[((row_end - row_begin) * HV,)](
             tiles_of(q, 128), tiles_of(k, 128), tiles_of(v, 128), tiles_of(g, 128), beta, A_log, dt_bias,
-            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), HV, HV // H,
+            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), alone, HV, HV // H,
             beta.stride(-2), beta.stride(-1), lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
             num_warps=num_warps, num_stages=num_stages)

@@ -52,7 +52,7 @@ def _log2_decay(b_g, p_bias, b_a, lower_bound, m_k):
     b_p = b_p * b_t + 0.44189882278442383
     b_p = b_p * b_t + -0.7169874310493469
     b_p = b_p * b_t + 1.4426132440567017
-    return tl.maximum(b_a * -32.0 * (b_p * b_t + tl.maximum(b_z, 0.0)), -64000.0)
+    return tl.maximum(b_a * -32.0 * (b_p * b_t + tl.maximum(b_z, 0.0)), -5120.0)
 
 
 @triton.jit

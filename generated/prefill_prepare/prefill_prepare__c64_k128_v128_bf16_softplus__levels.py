@@ -1,16 +1,18 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   e58b4feb5727f92e5ea0a85d734b29a424121b30f6032bdeb2897b2d06f7f357
+# inputs:   23c5db4e934293cfa733a76d9099173983fa19b1f2a16188686b0d10bd6ccc9a
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, all factors <= 1.
 
 One program of 4 warps handles one (chunk, value head) in the wgmma accumulator layout; products take the left operand
-from registers and the right one from four 16 KB shared slots, each reused in place as the steps go on:
-  s_0  gate (raw, then fp16 log2 decay)      -> Aqk and scratch of the inverse -> w
+from registers and the right one from six 16 KB shared slots, some reused in place as the steps go on:
+  s_0  gate (raw, then fp16 log2 decay)      -> khat f of level 16 -> Aqk and scratch of the inverse
   s_1  k                                     -> kx = khat 2^b, right operand of w
-  s_2  q -> qg -> khat f of level 16         -> v, right operand of u
-  s_3  kg -> khat f of level 32              -> scratch of the inverse -> u
+  s_2  q -> qg                               -> w
+  s_3  khat f of level 32                    -> scratch of the inverse
+  s_4  kg                                    -> u
+  s_5  v, right operand of u
 b is the inclusive prefix sum of the gate in log2 units. Rows i and j, whose numbers differ first in bit s, meet at R, the b
 of the last row of the lower half of their parent of 2 s rows: 2^(b_i - b_j) = 2^(b_i - R) 2^(R - b_j). The exponents are
 products of the gate with constant 0/1 matrices, so no sum refers to a later row than its pair: causal to the bit. Levels
@@ -60,13 +62,6 @@ def emit(slot, tile, row):
     """Start the copy of a slot, just written by this program, to the rows of an intermediate that begin at ``row``."""
     fence_async_shared()
     tma_store(tile, [row, 0], slot)
-
-
-@gluon.jit
-def drain():
-    """Wait until every started copy has read its slot: from here on the slots may be written again."""
-    tma.store_wait(0)
-    thread_barrier()
 
 
 @gluon.jit
@@ -172,22 +167,26 @@ def widen(b_blocks):
     return gl.convert_layout(wide, ACC_C)
 
 
-@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
+@gluon.jit(do_not_specialize=["row_begin", "slot_base", "T", "ALONE", "HV", "GROUP", "stride_beta_t", "stride_beta_h"])
 def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec,
-                   row_begin, slot_base, T, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
+                   row_begin, slot_base, T, ALONE, HV, GROUP, stride_beta_t, stride_beta_h, lower_bound, scale, beta_scale,
                    USE_L2NORM: gl.constexpr, USE_SIGMOID: gl.constexpr):
     pid = gl.program_id(0)
     i_h = pid % HV
     i_c = row_begin + pid // HV
-    i_t = gl.load(chunk_table + 4 * i_c)        # first token; negative in the spare rows of a bounded table
-    valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
+    # first token, negative in the spare rows of a bounded table. A sequence alone is known to start at 0: its tiles are on
+    # their way before the table has been read
+    i_t = gl.load(chunk_table + 4 * i_c, mask=ALONE == 0, other=i_c * 64)
     if (i_t < 0) | (i_t >= T):
         return
+    valid = gl.load(chunk_table + 4 * i_c + 1)  # tokens of this chunk: fewer than 64 at a sequence's end
     valid = gl.minimum(valid, T - i_t)          # whatever the device's boundaries say, there are T tokens
     s_0 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_2 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_3 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+    s_4 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+    s_5 = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     s_kk = gl.allocate_shared_memory(gl.float16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     s_qk = gl.allocate_shared_memory(gl.bfloat16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     g_landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -202,6 +201,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     fetch(g, i_t, i_h * 128, g_landed, s_0)
     fetch(k, i_t, i_h // GROUP * 128, k_landed, s_1)
     fetch(q, i_t, i_h // GROUP * 128, q_landed, s_2)
+    fetch(v, i_t, i_h * 128, v_landed, s_5)
     tile = (i_c - slot_base) * HV + i_h
     row = tile * 64
     b_prefix = load_prefix(prefix)
@@ -225,7 +225,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     b_p = b_p * b_t + 0.44189882278442383
     b_p = b_p * b_t + -0.7169874310493469
     b_p = b_p * b_t + 1.4426132440567017
-    b_z = gl.maximum((b_p * b_t + gl.maximum(b_z, 0.0)) * slope, -64000.0)
+    b_z = gl.maximum((b_p * b_t + gl.maximum(b_z, 0.0)) * slope, -5120.0)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store(b_z.to(gl.float16))
 
@@ -239,8 +239,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
         b_k = (k_f * gl.rsqrt(gl.sum(k_f * k_f, axis=1) + 1e-6)[:, None]).to(gl.bfloat16)
     fence_async_shared()
     b_f = warpgroup_mma(0.03125 - b_prefix, s_gate, zero, use_acc=False)
-    s_3.store(b_k * gl.exp2(b_f).to(gl.bfloat16))
-    emit(s_3, kg, row)
+    s_4.store(b_k * gl.exp2(b_f).to(gl.bfloat16))
+    emit(s_4, kg, row)
 
     # 2^b: its last row is the chunk's decay; kx = khat 2^b waits in s_1 for w
     b_f = gl.exp2(warpgroup_mma(b_prefix, s_gate, zero, use_acc=False))
@@ -309,22 +309,21 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     b_m = load_prefix(prefix + 20480)
     b_f = gl.exp2(b_f).to(gl.bfloat16)
     b_kf = b_k * b_f
-    drain()
     s_3.store(b_kf)
     fence_async_shared()
     b_qk32 = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
     b_kk32 = warpgroup_mma(operand(b_kf, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
     b_f = gl.exp2(warpgroup_mma(b_m, s_gate, zero, use_acc=False)).to(gl.bfloat16)
     b_kf = b_k * b_f
-    s_2.store(b_kf)
+    s_0.store(b_kf)
     fence_async_shared()
     i = gl.arange(0, 64, gl.SliceLayout(1, ACC_C))
     j = gl.arange(0, 64, gl.SliceLayout(0, ACC_C))
     ri = i[:, None]
     cj = j[None, :]
-    b_qk = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_2.permute([1, 0]), zero_c, use_acc=False)
+    b_qk = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_0.permute([1, 0]), zero_c, use_acc=False)
     b_qk = gl.where((ri ^ cj) >= 32, b_qk32, b_qk)
-    b_kk = warpgroup_mma(operand(b_kf, LEFT_C), s_2.permute([1, 0]), zero_c, use_acc=False)
+    b_kk = warpgroup_mma(operand(b_kf, LEFT_C), s_0.permute([1, 0]), zero_c, use_acc=False)
     b_kk = gl.where((ri ^ cj) >= 32, b_kk32, b_kk)
 
     # Aqk (j <= i) and L = beta_i Akk (j < i)
@@ -340,8 +339,6 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_aqk = view_as(s_0, gl.bfloat16, [2, 64, 64], TILE).index(0)
     s_aqk.store(b_qk.to(gl.bfloat16))
     emit(s_aqk, aqk, row)
-    drain()
-    fetch(v, i_t, i_h * 128, v_landed, s_2)
 
     # X = (I + L)^-1; then w = X beta kx and u = X beta v
     b_beta_j = gl.convert_layout(b_beta, gl.SliceLayout(0, ACC_C))
@@ -349,15 +346,19 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_p = view_as(s_0, gl.float16, [2, 64, 64], TILE).index(1)
     b_x = invert(b_l, ri, cj, s_scratch.index(0), s_scratch.index(1), s_p)
     b_x = operand((b_x * b_beta_j[None, :]).to(gl.bfloat16), LEFT)
-    s_0.store(warpgroup_mma(b_x, s_1, zero, use_acc=False).to(gl.bfloat16))
-    emit(s_0, w, row)
+    b_w = warpgroup_mma(b_x, s_1, zero, use_acc=False).to(gl.bfloat16)
+    tma.store_wait(1)  # all but Aqk have left
+    thread_barrier()
+    s_2.store(b_w)
+    emit(s_2, w, row)
     mbarrier.wait(v_landed, 0)
     if valid < 64:
-        fill_past_end(s_2, valid, 0.0)
+        fill_past_end(s_5, valid, 0.0)
         fence_async_shared()
-    s_3.store(warpgroup_mma(b_x, s_2, zero, use_acc=False).to(gl.bfloat16))
-    emit(s_3, u, row)
+    s_4.store(warpgroup_mma(b_x, s_5, zero, use_acc=False).to(gl.bfloat16))
+    emit(s_4, u, row)
     tma.store_wait(0)
+    s_0._keep_alive()  # until here: nothing may be placed over Aqk while it is copied
     mbarrier.invalidate(g_landed)
     mbarrier.invalidate(k_landed)
     mbarrier.invalidate(q_landed)
@@ -391,17 +392,18 @@ def rows_of(x):
 
 def launch(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg, w, u, aqk, dec, row_begin, row_end, slot_base,
            H, HV, lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
-           *, num_warps=4, num_stages=1):
+           *, alone=False, num_warps=4, num_stages=1):
     """All that the rows [row_begin, row_end) of the chunk table can compute without the incoming state.
 
     q, k [.., H, 128], v [.., HV, 128], raw gate g [.., HV, 128] bf16, heads packed, row strides of 16 bytes' multiples;
     beta [.., HV] bf16 or fp32; A_log [HV] fp32 or None; dt_bias [HV, 128] fp32 or None; chunk_table int32 [rows, 4] =
     (first token, tokens, sequence, chunk in sequence); prefix = matrices(device). Writes qg, kg, w, u [slots, HV, 64, 128]
-    and aqk [slots, HV, 64, 64] bf16, dec [slots, HV, 128] fp32; slot = row - slot_base. lower_bound in nats a token.
+    and aqk [slots, HV, 64, 64] bf16, dec [slots, HV, 128] fp32; slot = row - slot_base. lower_bound in nats a token. alone: the
+    table is that of one sequence, which starts at token 0.
     """
     if row_end > row_begin:
         return prepare_kernel[((row_end - row_begin) * HV,)](
             tiles_of(q, 128), tiles_of(k, 128), tiles_of(v, 128), tiles_of(g, 128), beta, A_log, dt_bias,
-            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), HV, HV // H,
+            chunk_table, prefix, *map(rows_of, (qg, kg, w, u, aqk)), dec, row_begin, slot_base, q.shape[:-2].numel(), alone, HV, HV // H,
             beta.stride(-2), beta.stride(-1), lower_bound, scale, beta_scale, l2norm, sigmoid_beta,
             num_warps=num_warps, num_stages=num_stages)
