@@ -33,7 +33,7 @@ CLASSES = {
 }
 EVERY_DTYPE = ("bounded", "rand", "equal")  # the other classes in bf16 alone
 LENGTHS = (70, 0, 331, 9, 64, 1026)
-LIVE = [n for n, length in enumerate(LENGTHS) if length]  # an empty sequence keeps its state, which would hide the others' error
+LIVE = [n for n, length in enumerate(LENGTHS) if length]  # an empty one keeps its state, which would hide the others' error
 HEADS, K, V = 4, 128, 128
 
 
@@ -137,8 +137,8 @@ def table(data: dict) -> str:
                       if who != "kdagen") or "none"
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
-        *out, "", "Relative error of the output / of the final state, of sequences with tokens, against the chunk form in fp64; sequences of "
-        f"{lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch {env['torch']}, Triton "
+        *out, "", "Relative error of the output / of the final state (of the sequences with tokens) against the chunk form in "
+        f"fp64; sequences of {lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch {env['torch']}, Triton "
         f"{env['triton']}; peers: {peers}."])
 
 

@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
 # By the most heads. The head is as long as prepare takes; the others, two programs a head and segment, walk at once.
 SHARES = (
-    Share(5, 8, 1, ()), Share(9, 11, 3, ()), Share(13, 6, 2, (1 / 3, 2 / 3)), Share(18, 7, 3, (1 / 2,)),
+    Share(5, 8, 1, ()), Share(9, 8, 2, (1 / 2,)), Share(13, 6, 2, (1 / 3, 2 / 3)), Share(18, 7, 3, (1 / 2,)),
     Share(26, 6, 4, (3 / 8, 11 / 16)), Share(33, 8, 6, (1 / 2, 3 / 4)),
 )
 LONGER = {  # from 256 chunks on
@@ -57,11 +57,11 @@ def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms
     """
     programs = N * HV
     alone = N == 1 and longest == rows
-    if segments and alone and programs <= SHARES[-1].heads and rows >= 2 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
+    if segments and alone and programs <= SHARES[-1].heads and rows >= 3 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
         return _shared(rows, next(share for share in SHARES if programs <= share.heads))
     if alone and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
         if programs >= 90:
-            shares = (0.6, 0.8)
+            shares = (0.65, 0.85)
         elif rows < 64:
             shares = (1 / 2,)
         elif rows >= 256:

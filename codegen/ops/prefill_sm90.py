@@ -239,7 +239,8 @@ class Once:
         layout, states = self.layout, self.states
         return V // kernel.box(WALKED.index("u")) * layout.HV * layout.N * step.count, (
             *self.maps(kernel, WALKED), *self.tables, layout.tokens, step.begin, step.end, 0, step.first, step.chunks,
-            *states[:5], self.at("hs", step.read), self.at("hs", step.write), layout.mid_stride, *states[5:], *layout.walk_end)
+            *states[:5], self.at("hs", step.read), self.at("hs", step.write), layout.mid_stride, *states[5:],
+            *layout.walk_end)
 
     def plain_walk(self, step: Walk):
         call, states = self.call, _states(self.call)
