@@ -138,8 +138,8 @@ def table(data: dict) -> str:
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
         *out, "", "Relative error of the output / of the final state (of the sequences with tokens) against the chunk form in "
-        f"fp64; sequences of {lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch {env['torch']}, Triton "
-        f"{env['triton']}; peers: {peers}."])
+        f"fp64; sequences of {lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch "
+        f"{env['torch']}, Triton {env['triton']}; peers: {peers}."])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
