@@ -137,8 +137,8 @@ def table(data: dict) -> str:
                       if who != "kdagen") or "none"
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
-        *out, "", "Relative error of the output / of the final state (of the sequences with tokens) against the chunk form in "
-        f"fp64; sequences of {lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch "
+        *out, "", "Relative error of the output / of the final state (of the sequences with tokens) against the chunk form "
+        f"in fp64; sequences of {lengths} tokens, H = {at['heads']}, K = {at['K']}, V = {at['V']}; {env['gpu']}, torch "
         f"{env['torch']}, Triton {env['triton']}; peers: {peers}."])
 
 
