@@ -12,6 +12,7 @@ from inputs import gate_parameter, relative
 from kdagen import families
 from kdagen import reference as R
 from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.families import decode_step as rule
 from kdagen.ops import decode_step
 from kdagen.ops._common import interpreting
 from kdagen.ops._scratch import scratch
@@ -66,6 +67,13 @@ def agree(mine, theirs, tolerance=FP32):
     assert relative(mine[2], theirs[2]) < FP32
 
 
+@pytest.fixture(params=["split", "whole"])
+def form(request, monkeypatch):
+    """What the family's default does with few states, a program for each tile of V, and with many, one for all of V."""
+    monkeypatch.setattr(rule, "WHOLE", 10**9 if request.param == "split" else 0)
+    return request.param
+
+
 # --- the formula ----------------------------------------------------------------------------------------------------
 
 
@@ -73,8 +81,9 @@ def agree(mine, theirs, tolerance=FP32):
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
 @pytest.mark.parametrize("sizes", [
     dict(H=2), dict(H=1, HV=2, K=8, V=16), dict(H=2, HV=8, K=16, V=8), dict(K=12, V=20), dict(K=60, V=4), dict(K=1, V=1),
+    dict(K=24, V=100),
 ], ids=str)
-def test_heads_and_head_dims(rng, sizes, lower_bound, v_first):
+def test_heads_and_head_dims(rng, sizes, lower_bound, v_first, form):
     tensors, options = case(rng, N=2, v_first=v_first, **sizes)
     # of one channel, the norm takes any output to about 1: what a difference of two numbers lost is seen in full
     tolerance = 1e-4 if sizes.get("V") == 1 else FP32
@@ -83,15 +92,15 @@ def test_heads_and_head_dims(rng, sizes, lower_bound, v_first):
 
 @pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("bias", [True, False])
-def test_widths_and_bias_of_the_convolution(rng, W, bias):
-    tensors, options = case(rng, W=W)
+def test_widths_and_bias_of_the_convolution(rng, W, bias, form):
+    tensors, options = case(rng, W=W, V=40)
     if bias:
         options["conv_bias"] = torch.randn(tensors[0].shape[1], generator=rng)
     agree(*both(tensors, options))
 
 
 @pytest.mark.parametrize("change", [
-    dict(A_log=None, lower_bound=-3.0), dict(dt_bias=None), dict(allow_neg_eigval=True), dict(scale=0.3), dict(eps=0.1),
+    dict(A_log=None, lower_bound=-3.0), dict(dt_bias=None), dict(allow_neg_eigval=True), dict(scale=0.01), dict(eps=0.1),
 ], ids=lambda change: "-".join(change))
 def test_each_option_counts_and_is_right(rng, change):
     tensors, options = case(rng)
@@ -107,8 +116,8 @@ def test_fp16_inputs_round_nothing_but_the_output(rng):
     agree(mine, theirs, tolerance=1e-3)  # 2^-11 at most, 3e-4 as a norm
 
 
-def test_half_size_pool(rng):
-    tensors, options = case(rng)
+def test_half_size_pool(rng, form):
+    tensors, options = case(rng, V=40)
     tensors[STATE] = tensors[STATE].half()
     (out, _, states), (want, _, states_ref) = both(tensors, options)
     assert relative(out, want) < FP32
@@ -129,9 +138,9 @@ def test_three_ops_in_a_row_give_the_same(rng):
     assert relative(mine[0], want) < FP32 and relative(mine[2], states) < FP32 and torch.equal(mine[1], conv_pool)
 
 
-def test_steps_on_a_pool_follow_the_sequence(rng):
+def test_steps_on_a_pool_follow_the_sequence(rng, form):
     """Five steps equal the oracle's five: state and history are where the next step looks for them."""
-    tensors, options = case(rng, N=2, K=8)
+    tensors, options = case(rng, N=2, K=8, V=40)
     mine, theirs = [t.clone() for t in tensors], [t.clone() for t in tensors]
     for _ in range(5):
         for at in (0, 1, 2, 3):
@@ -145,8 +154,8 @@ def test_steps_on_a_pool_follow_the_sequence(rng):
 
 
 @pytest.mark.parametrize("pad_slot", [-1, 0], ids=["negative", "reserved"])
-def test_padding_is_neither_read_nor_written_and_gives_zeros(rng, pad_slot):
-    tensors, options = case(rng, N=5, slots=9)
+def test_padding_is_neither_read_nor_written_and_gives_zeros(rng, pad_slot, form):
+    tensors, options = case(rng, N=5, V=40, slots=9)
     table = tensors[TABLE] = 1 + torch.randperm(8, generator=rng)[:5].to(torch.int32)  # slot 0 stays free
     table[0], table[3] = pad_slot, -7
     for at in range(4):
@@ -155,7 +164,7 @@ def test_padding_is_neither_read_nor_written_and_gives_zeros(rng, pad_slot):
     clean = [t.nan_to_num() if at < 4 else t for at, t in enumerate(tensors)]
     _, theirs = both(clean, options | dict(pad_slot=pad_slot))
     agree(mine, theirs)
-    assert torch.equal(mine[0][[0, 3]], torch.zeros(2, 1, 16))
+    assert torch.equal(mine[0][[0, 3]], torch.zeros(2, 1, 40))
     rest = [slot for slot in range(9) if slot not in table[[1, 2, 4]].tolist()]
     assert torch.equal(mine[1][rest], tensors[CONV][rest]) and torch.equal(mine[2][rest], tensors[STATE][rest])
 
@@ -171,8 +180,8 @@ def test_slots_outside_either_pool_are_padding(rng):
     assert torch.equal(out[:2], torch.zeros(2, 1, 16))
 
 
-def test_padded_slots_and_a_strided_table(rng):
-    tensors, options = case(rng, N=2, H=2, slots=6)
+def test_padded_slots_and_a_strided_table(rng, form):
+    tensors, options = case(rng, N=2, H=2, V=40, slots=6)
     wide = torch.full((6, tensors[STATE][0].numel() + 9), float("nan"))
     wide[:, :-9] = tensors[STATE].flatten(1)
     tensors[STATE] = wide[:, :-9].unflatten(1, tensors[STATE].shape[1:])
@@ -188,8 +197,8 @@ def test_padded_slots_and_a_strided_table(rng):
     assert torch.equal(lines[..., -5:].isnan(), keep_lines[..., -5:].isnan())
 
 
-def test_fresh_rows_do_not_read_stale_pools(rng):
-    tensors, options = case(rng, N=3)
+def test_fresh_rows_do_not_read_stale_pools(rng, form):
+    tensors, options = case(rng, N=3, V=40)
     stale = tensors[TABLE][1].long()
     tensors[CONV][stale] = tensors[STATE][stale] = float("nan")
     options["has_initial_state"] = torch.tensor([True, False, True])
@@ -201,9 +210,9 @@ def test_fresh_rows_do_not_read_stale_pools(rng):
 # --- after speculative steps ----------------------------------------------------------------------------------------
 
 
-def test_step_without_drafts_after_accepted_drafts(rng):
+def test_step_without_drafts_after_accepted_drafts(rng, form):
     """The history starts at accepted - 1, the state in that column; counts outside 1..1+k are clamped."""
-    tensors, options = case(rng, N=5, k=2, slots=16, HV=2)
+    tensors, options = case(rng, N=5, k=2, slots=16, HV=2, V=40)
     tensors[TABLE][4] = -1
     options["num_accepted_tokens"] = torch.tensor([1, 3, 99, -2, 1], dtype=torch.int32)
     mine, theirs = both(tensors, options)
@@ -212,8 +221,8 @@ def test_step_without_drafts_after_accepted_drafts(rng):
     assert torch.equal(both(tensors, clamped)[0][0], mine[0])
 
 
-def test_line_longer_than_the_window_without_speculation(rng):
-    tensors, options = case(rng, N=2, k=3, slots=9)
+def test_line_longer_than_the_window_without_speculation(rng, form):
+    tensors, options = case(rng, N=2, V=40, k=3, slots=9)
     tensors[TABLE] = tensors[TABLE][:, 0]
     mine, theirs = both(tensors, options)
     agree(mine, theirs)
@@ -223,8 +232,8 @@ def test_line_longer_than_the_window_without_speculation(rng):
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 
-def test_twice_alone_and_in_a_batch(rng):
-    tensors, options = case(rng, N=3, H=2)
+def test_twice_alone_and_in_a_batch(rng, form):
+    tensors, options = case(rng, N=3, H=2, V=40)
     first, again = both(tensors, options)[0], both(tensors, options)[0]
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     for n in range(3):
@@ -237,18 +246,36 @@ def test_twice_alone_and_in_a_batch(rng):
 
 @pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("HV", [1, 3])
-def test_tiles_of_any_size_are_right_and_give_the_same_bits(rng, HV, v_first):
+def test_every_schedule_is_right_and_gives_the_same_bits(rng, HV, v_first):
     tensors, options = case(rng, N=2, K=16, V=60, HV=HV, v_first=v_first)
-    family, answers = families.get("decode_step"), []
+    family, answers = families.get("decode_step"), {}
     spec = Spec.make("decode_step", k=16, v=60, dtype="fp32", k_first=not v_first)
-    sizes = [bv for bv in (16, 32, 64) if not family.supports(spec, Schedule.make(bv=bv, warps=1), None)]
-    assert sizes == ([16, 32, 64] if v_first else [32])
-    for bv in sizes:
-        with kdagen.dispatch.pin(Variant(spec, Schedule.make(bv=bv, warps=0, stages=0)).name):
-            mine, theirs = both(tensors, options)
-        agree(mine, theirs)
-        answers.append(mine)
-    assert all(torch.equal(a, b) for answer in answers for a, b in zip(answer, answers[0]))
+    for schedule in family.candidates(spec):
+        if family.supports(spec, schedule, None) is None:
+            with kdagen.dispatch.pin(Variant(spec, schedule.source_key).name):
+                mine, theirs = both(tensors, options)
+            agree(mine, theirs)
+            answers[schedule.name] = mine
+    wanted = {"bv32_regs0_rows32", "bv32_regs0_rows64", "bv32_regs128_rows64"}
+    if v_first:
+        wanted |= {"bv16_regs0_rows16"} | {f"bv16_regs{regs}_rows{rows}" for regs in (0, 128) for rows in (32, 64)}
+    assert set(answers) == wanted
+    first, *rest = answers.values()
+    assert all(torch.equal(a, b) for answer in rest for a, b in zip(answer, first))
+
+
+def test_a_row_alone_and_in_a_batch_of_many_states(rng):
+    """The form that is chosen depends on the batch, the bits do not."""
+    tensors, options = case(rng, N=65, H=2, K=8, V=40, slots=65)
+    family, spec = families.get("decode_step"), Spec.make("decode_step", k=8, v=40, dtype="fp32")
+    alone, many = (family.default(spec, None, Problem(N, N, 2)).block["rows"] for N in (1, 65))
+    assert alone < 40 <= many
+    batch = both(tensors, options)[0]
+    for n in (0, 33, 64):
+        rows = [t[n : n + 1] if at in (0, 1, 2, 3, TABLE) else t for at, t in enumerate(tensors)]
+        mine, slot = both(rows, options)[0], tensors[TABLE][n].long()
+        assert torch.equal(mine[0], batch[0][n : n + 1])
+        assert torch.equal(mine[1][slot], batch[1][slot]) and torch.equal(mine[2][slot], batch[2][slot])
 
 
 def test_int64_counts_are_clamped_before_they_are_narrowed(rng):
@@ -260,20 +287,28 @@ def test_int64_counts_are_clamped_before_they_are_narrowed(rng):
 
 @pytest.mark.skipif(not interpreting(), reason="orders the interpreter's programs")
 @pytest.mark.parametrize("order", ["reversed", "shuffled"])
-def test_whichever_program_arrives_last(rng, order, monkeypatch):
-    """The programs one by one in another order: the last norms and moves the history on, and leaves the counters at zero."""
+def test_whichever_program_arrives_last(rng, order, form, monkeypatch):
+    """The programs one by one in another order: the last does what needs all, and leaves the counters at zero."""
     from triton.runtime.interpreter import interpreter_builder
 
     tensors, options = case(rng, N=2, H=2, HV=4, K=16, V=40)
     want, used = both(tensors, options)[0], []
-    programs = 2 * 4 * 3
+    programs = 2 * 4 * (3 if form == "split" else 1)
     order = list(range(programs))[::-1] if order == "reversed" else torch.randperm(programs, generator=rng).tolist()
     turn = interpreter_builder.set_grid_idx
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: turn(order[x], y, z))
     monkeypatch.setattr(decode_step, "scratch", lambda *sizes: used.append(scratch(*sizes)) or used[-1])
     mine = both(tensors, options)[0]
     assert all(torch.equal(a, b) for a, b in zip(mine, want))
-    assert len(used) == 1 and len(used[0].counters) == 4 and not used[0].counters.any()
+    assert [own.room for own in used] == [(4, 2 * 4 * 40 if form == "split" else 0)]
+    assert not used[0].counters.any()
+
+
+def test_scratch_is_asked_for_only_if_programs_share_a_head(rng, form, monkeypatch):
+    asked = []
+    monkeypatch.setattr(decode_step, "scratch", lambda *sizes: asked.append(sizes[2:]) or scratch(*sizes))
+    both(*case(rng, N=2, H=2, V=40))
+    assert asked == ([(4, 2 * 2 * 40)] if form == "split" else [])
 
 
 def test_nothing_to_do(rng):
@@ -376,16 +411,27 @@ def test_limits_and_names():
             assert parse(name).name == name
     spec = Spec.make("decode_step", k=128, v=128, dtype="bf16")
     refusal = lambda **schedule: family.supports(spec, Schedule.make(**schedule), None) or ""
-    assert "are not bv" in refusal(bv=32, regs=0, warps=4)
-    assert "power of two" in refusal(bv=48, warps=4)
-    assert "up to V" in refusal(bv=256, warps=4)
-    assert "another order than bv 16" in refusal(bv=8, warps=4)
-    assert "another order than 4" in refusal(bv=32, warps=8)
-    assert "registers a thread" in refusal(bv=128, warps=2)
-    for bv in (16, 32, 64, 128):
-        assert not refusal(bv=bv, warps=4)
+    assert "are not bv, regs and rows" in refusal(bv=32, warps=4)
+    assert "power of two" in refusal(bv=48, regs=0, rows=48, warps=4)
+    assert "rows 256 is not a power of two up to V" in refusal(bv=32, regs=0, rows=256, warps=4)
+    assert "1 to 16 tiles" in refusal(bv=32, regs=0, rows=16, warps=4)
+    assert "not 0 or 128" in refusal(bv=16, regs=96, rows=128, warps=4)
+    assert "several tiles" in refusal(bv=16, regs=128, rows=16, warps=4)
+    assert "another order than bv 16" in refusal(bv=8, regs=0, rows=8, warps=4)
+    assert "another order than 4" in refusal(bv=32, regs=0, rows=128, warps=8)
+    assert "registers a thread" in refusal(bv=128, regs=0, rows=128, warps=2)
+    for bv, rows in ((16, 16), (16, 128), (32, 64), (128, 128)):
+        assert not refusal(bv=bv, regs=0, rows=rows, warps=4)
+    capped = Schedule.make(bv=16, regs=128, rows=128, warps=4)
+    assert not refusal(**capped.block, warps=4)
+    for slug in ("mi300x", "a100"):
+        assert "sm90 and later only" in family.supports(spec, capped, kdagen.devices.named(slug))
     first = Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=True)
-    assert "another order than bv 32" in family.supports(first, Schedule.make(bv=64, warps=4), None)
+    assert "another order than bv 32" in family.supports(first, Schedule.make(bv=64, regs=0, rows=64, warps=4), None)
+    chosen = {}
+    for states in (1, 24, 25, 128, 129, 4096):
+        chosen.setdefault(family.default(spec, None, Problem(states, states, 1)).name, []).append(states)
+    assert chosen == {"bv16_regs0_rows16": [1, 24], "bv32_regs0_rows32": [25, 128], "bv16_regs128_rows128": [129, 4096]}
 
 
 @given(k=st.integers(1, 256), v=st.integers(1, 256), k_first=st.booleans(), width=st.sampled_from([2, 3, 4]),

@@ -28,13 +28,17 @@ LINE = 32        # parts start on a memory line of their own
 
 
 class Scratch(NamedTuple):
-    counters: torch.Tensor
-    values: torch.Tensor
+    counters: torch.Tensor | None
+    values: torch.Tensor | None
     addresses: list[int]
+    room: tuple[int, int]  # how many counters and values there are: known without asking the tensors
 
     @classmethod
     def of(cls, counters: torch.Tensor, values: torch.Tensor) -> Scratch:
-        return cls(counters, values, [counters.data_ptr(), values.data_ptr()])
+        return cls(counters, values, [counters.data_ptr(), values.data_ptr()], (len(counters), len(values)))
+
+
+NO_SCRATCH = Scratch(None, None, [0, 0], (0, 0))  # of a launch whose programs share nothing
 
 
 class _Block:
@@ -69,7 +73,7 @@ def scratch(device: torch.device, index: int, counters: int, values: int) -> Scr
     if torch._C._cuda_isCurrentStreamCapturing():
         return Scratch.of(_captured(device, index, stream, counters), torch.empty(values, device=device))
     found = _streams.get((index, stream))
-    if found is None or len(found.counters) < counters or len(found.values) < values:
+    if found is None or found.room[0] < counters or found.room[1] < values:
         found = _streams[index, stream] = _larger(device, found, counters, values)
         with _lock:
             if index not in _blocks or _blocks[index].used > BLOCK // 2:
@@ -80,7 +84,7 @@ def scratch(device: torch.device, index: int, counters: int, values: int) -> Scr
 def _larger(device: torch.device, found: Scratch | None, counters: int, values: int) -> Scratch:
     """New scratch of the current stream, each part a power of two and no smaller than before."""
     if found is not None:
-        counters, values = max(counters, len(found.counters)), max(values, len(found.values))
+        counters, values = max(counters, found.room[0]), max(values, found.room[1])
     counters, values = (1 << max(0, size - 1).bit_length() for size in (counters, values))
     return Scratch.of(torch.zeros(counters, dtype=torch.int32, device=device), torch.empty(values, device=device))
 

@@ -33,7 +33,7 @@ from kdagen.ops._decode_checks import (
     check_states,
     check_vector,
 )
-from kdagen.ops._scratch import scratch
+from kdagen.ops._scratch import NO_SCRATCH, scratch
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("kda_decode_step")
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     launch: object          # the chosen module's launch
     options: dict           # its keyword arguments
     scale: float
-    sizes: tuple[int, int]  # counters and values of the scratch
+    shared: tuple[int, int] | None  # counters and fp32 values of the scratch, if the launch has any
     repeat: Again | None    # the same launch with other addresses
 
 
@@ -132,7 +132,7 @@ def _run(
             return _cpu(*arguments)
         plan = _plan(*arguments)
     with on_device(qkv):
-        own = scratch(qkv.device, qkv.get_device(), *plan.sizes)
+        own = NO_SCRATCH if plan.shared is None else scratch(qkv.device, qkv.get_device(), *plan.shared)
         if known and plan.repeat is not None:
             pointers = addresses(*tensors)
             if not misaligned(pointers) and plan.repeat.launch(pointers + own.addresses):
@@ -177,7 +177,8 @@ def _plan(
     options = dict(
         heads=H, beta_scale=2.0 if neg_eigval else 1.0, num_warps=choice.schedule.warps, num_stages=choice.schedule.stages,
     )
-    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale), (N * H, N * HV * V), None)
+    shared = choice.module.scratch(N, H, HV)
+    return Plan(choice.module.launch, options, float(K**-0.5 if scale is None else scale), shared, None)
 
 
 def _check(

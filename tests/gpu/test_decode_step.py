@@ -55,7 +55,8 @@ def run(tensors, options, compute=kda_decode_step):
 
 def agree(tensors, options, state=STATE):
     mine, theirs = run(tensors, options), run(tensors, options, R.kda_decode_step)
-    assert relative(mine[0], theirs[0]) < OUTPUT[tensors[0].dtype]
+    # few elements: each may be off by all of its last rounding, or by twice as much where the rounding falls the other way
+    assert relative(mine[0], theirs[0]) < (OUTPUT[tensors[0].dtype] if mine[0].numel() >= 100 else 2**-8)
     assert torch.equal(mine[1], theirs[1])
     assert relative(mine[2], theirs[2]) < state
     return mine
@@ -102,33 +103,77 @@ def test_after_accepted_drafts_with_padding_and_fresh_rows(rng):
     assert same(mine[2], tensors[POOL]) and same(mine[1], tensors[CONV])
 
 
+def pinned(rows):
+    """Every bf16 step runs the schedule with so many columns of V a program: 16 or 32, one tile; 128, all of them."""
+    spec = kdagen.spec.Spec.make("decode_step", k=128, v=128, dtype="bf16")
+    schedule = kdagen.spec.Schedule.make(bv=32 if rows == 32 else 16, regs=128 * (rows == 128), rows=rows)
+    return kdagen.dispatch.pin(kdagen.spec.Variant(spec, schedule.source_key).name)
+
+
+@pytest.fixture
+def rows(request):
+    with pinned(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("columns", [16, 32, 128])
 @pytest.mark.parametrize("HV", [4, 8])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_twice_and_alone_and_in_a_batch(rng, pool, HV):
+def test_the_same_bits_twice_and_alone_and_in_a_batch(rng, pool, HV, columns):
     """A history written while another program still reads it, or o read too early, would show as a changed bit."""
     tensors, options = case(rng, 130, HV=HV, pool=pool)
-    first = run(tensors, options)
-    for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(run(tensors, options), first))
-    for n in (0, 64, 129):
-        rows = [t[n : n + 1] if at in (0, 1, 2, 3, TABLE) else t for at, t in enumerate(tensors)]
-        alone, slot = run(rows, options), tensors[TABLE][n].long()
-        assert torch.equal(alone[0], first[0][n : n + 1])
-        assert torch.equal(alone[1][slot], first[1][slot]) and torch.equal(alone[2][slot], first[2][slot])
+    with pinned(columns):
+        first = run(tensors, options)
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(run(tensors, options), first))
+    alone_is_the_same(tensors, options, first, (0, 64, 129))
 
 
-def test_every_schedule_of_the_space_alone_is_right_and_gives_the_same_bits(rng):
+def alone_is_the_same(tensors, options, batch, rows):
+    for n in rows:
+        row = [t[n : n + 1] if at in (0, 1, 2, 3, TABLE) else t for at, t in enumerate(tensors)]
+        alone, slot = run(row, options), tensors[TABLE][n].long()
+        assert torch.equal(alone[0], batch[0][n : n + 1])
+        assert torch.equal(alone[1][slot], batch[1][slot]) and torch.equal(alone[2][slot], batch[2][slot])
+
+
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("dtype", OUTPUT, ids=str)
+def test_a_row_alone_and_in_batches_of_every_form(rng, dtype, v_first):
+    """The schedule is chosen by the number of states: each one that the default can choose, then the same row alone."""
     family = kdagen.families.get("decode_step")
-    for v_first in (True, False):
-        tensors, options = case(rng, 3, H=2, HV=4, v_first=v_first)
-        spec, answers = kdagen.spec.Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=not v_first), []
-        for schedule in family.candidates(spec):
-            if family.supports(spec, schedule, kdagen.devices.machine()) is None:
-                variant = kdagen.spec.Variant(spec, schedule.source_key).name
-                with kdagen.dispatch.pin(variant, warps=schedule.warps):
-                    answers.append(agree(tensors, options))
-        assert len(answers) == (3 if v_first else 1)
-        assert all(torch.equal(a, b) for answer in answers for a, b in zip(answer, answers[0]))
+    name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    spec = kdagen.spec.Spec.make("decode_step", k=128, v=128, dtype=name, k_first=not v_first)
+    seen = set()
+    for N in (160, 20, 3):
+        seen.add(family.default(spec, kdagen.devices.machine(), kdagen.spec.Problem(N, N, 4)))
+        tensors, options = case(rng, N, dtype=dtype, v_first=v_first)
+        alone_is_the_same(tensors, options, agree(tensors, options), (0, N - 1))
+    assert len(seen) == (3 if v_first else 2) and seen <= set(family.default_schedules(spec))
+
+
+@pytest.mark.parametrize("sizes", [dict(K=64, V=256), dict(K=256, V=128), dict(K=100, V=60)], ids=str)
+def test_other_head_dims_alone_and_in_a_batch(rng, sizes):
+    tensors, options = case(rng, 40, **sizes)
+    alone_is_the_same(tensors, options, agree(tensors, options), (0, 39))
+
+
+def schedules(v_first):
+    family = kdagen.families.get("decode_step")
+    spec = kdagen.spec.Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=not v_first)
+    return [pytest.param(spec, schedule, id=kdagen.spec.Variant(spec, schedule.source_key).name.split("__", 1)[1])
+            for schedule in family.candidates(spec) if family.supports(spec, schedule, kdagen.devices.named("h200")) is None]
+
+
+@pytest.mark.parametrize("spec, schedule", schedules(True) + schedules(False))
+def test_every_schedule_of_the_space_alone_is_right_and_gives_the_same_bits(rng, spec, schedule):
+    if kdagen.families.get("decode_step").supports(spec, schedule, kdagen.devices.machine()):
+        pytest.skip("not for this device")
+    tensors, options = case(rng, 3, H=2, HV=4, v_first=not spec.k_first)
+    default = run(tensors, options)
+    with kdagen.dispatch.pin(kdagen.spec.Variant(spec, schedule.source_key).name, warps=schedule.warps):
+        mine = agree(tensors, options)
+    assert all(torch.equal(a, b) for a, b in zip(mine, default))
 
 
 # --- the scratch that a launch's programs share ---------------------------------------------------------------------
@@ -141,8 +186,8 @@ def steps(tensors, options, out, count):
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
-@pytest.mark.parametrize("HV", [4, 8])
-def test_two_streams_at_once(rng, HV, how):
+@pytest.mark.parametrize("rows, HV", [(16, 4), (16, 8), (128, 8)], indirect=["rows"])
+def test_two_streams_at_once(rng, HV, how, rows):
     """Launches of both streams run side by side. With counters in common a program would norm what is not there yet."""
     work = [case(rng, N, HV=HV) for N in (61, 67)]
     outs = [torch.full((40, N, HV, 128), float("nan"), device="cuda", dtype=torch.bfloat16) for N in (61, 67)]
@@ -181,7 +226,7 @@ def test_two_streams_at_once(rng, HV, how):
 
 def test_counters_of_captures_are_their_own(rng):
     """One part for all launches of a stream in a capture, which later calls outside do not touch; a larger one if needed."""
-    small, large = case(rng, 3), case(rng, 40)
+    small, large = case(rng, 3), case(rng, 32)
     _scratch._streams.clear()
     run(*small)
     before = set(_scratch._captures)
@@ -191,7 +236,7 @@ def test_counters_of_captures_are_their_own(rng):
             for tensors, options in (small, small, large, small):
                 run(tensors, options)
     made = [_scratch._captures[key] for key in _scratch._captures if key not in before]
-    assert len(made) == 2 and len({part.data_ptr() for part in made}) == 2 and {len(part) for part in made} == {160}
+    assert len(made) == 2 and len({part.data_ptr() for part in made}) == 2 and {len(part) for part in made} == {128}
     graphs[0].replay()
     run(*large)
     torch.cuda.synchronize()

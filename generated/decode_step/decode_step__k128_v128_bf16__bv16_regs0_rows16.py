@@ -1,13 +1,14 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
-# variant:  decode_step__k128_v128_bf16__bv16
-# inputs:   5dd7d461fc5fff3b419de196a0e7265baa8dec56f7780b42615a858690ca04ae
+# variant:  decode_step__k128_v128_bf16__bv16_regs0_rows16
+# inputs:   3476b486a2c4db9e2c4cbf9cd39b9ed36af711c5a76dae284614290506fa3459
 
-"""The fused decode step, K = 128, V = 128: convolution, L2 norm, gate, recurrence and gated RMSNorm in one launch.
+"""The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 
 One token a sequence, read where the packed projection lies. A program owns one tile [BV, BK] of a state, 16 of its
-columns in V, and computes the convolution of its q and k itself. What needs all programs of a sequence and q/k head, the
-norm over V and the history of q and k, which all of them read, is done by the last of them to arrive; none waits.
+columns in V, and computes the convolution of its q and k itself.
+What needs all programs of a sequence and q/k head, the norm over V and the history of q and k, which all of them read, is
+done by the last of them to arrive; none waits.
 """
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 SPEC = {'family': 'decode_step', 'k': 128, 'v': 128, 'dtype': 'bf16'}
-SCHEDULE = {'bv': 16}
+SCHEDULE = {'bv': 16, 'regs': 0, 'rows': 16}
 
 
 @triton.jit
@@ -47,21 +48,6 @@ def split_decay(b_g):
 
 
 @triton.jit
-def l2norm(b_x):
-    return b_x * tl.rsqrt(tl.sum(b_x * b_x) + 1e-6)
-
-
-@triton.jit
-def delta_step(b_s, b_q, b_k, b_v, b_g, b_beta):
-    """One token on a state tile [BV, BK]: (new tile, o of the tile's rows of V). All fp32; q carries the scale."""
-    b_high, b_low = split_decay(b_g)
-    b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # S <- diag(exp(g)) S
-    b_u = (b_v - tl.sum(b_s * b_k[None, :], 1)) * b_beta
-    b_s += b_k[None, :] * b_u[:, None]  # S <- S + beta k (v - S^T k)^T
-    return b_s, tl.sum(b_s * b_q[None, :], 1)  # o = scale S^T q
-
-
-@triton.jit
 def pack(b_x, b_y):
     """Two fp32 vectors as one, so that they change their layout together."""
     return b_x.to(tl.uint32, bitcast=True).to(tl.uint64) | (b_y.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
@@ -77,6 +63,55 @@ def three_sums(a, b, c, x, y, z):
     return a + x, b + y, c + z
 
 
+@triton.jit
+def convolve(x0, x1, x2, x3, w, b_x):
+    """SiLU of the convolution of channels: their inputs, oldest first, weights w [channels, 4], bias b_x."""
+    w02, w13 = tl.split(tl.reshape(w, [w.shape[0], 2, 2]))
+    w0, w2 = tl.split(w02)
+    w1, w3 = tl.split(w13)
+    b_x += x0.to(tl.float32) * w0.to(tl.float32)
+    b_x += x1.to(tl.float32) * w1.to(tl.float32)
+    b_x += x2.to(tl.float32) * w2.to(tl.float32)
+    b_x += x3.to(tl.float32) * w3.to(tl.float32)
+    return b_x * tl.sigmoid(b_x)
+
+
+@triton.jit
+def store_history(p_line, line_c, c, x1, x2, x3, mask):
+    """The channels c of a line, moved up by one column."""
+    tl.store(p_line + 0 * line_c + c, x1.to(p_line.dtype.element_ty), mask=mask)
+    tl.store(p_line + 1 * line_c + c, x2.to(p_line.dtype.element_ty), mask=mask)
+    tl.store(p_line + 2 * line_c + c, x3.to(p_line.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def step(b_s, b_v, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta):
+    """One token on a state tile [BV, BK]: (new tile, o of its columns of V).
+
+    S <- diag(exp(g)) S, u = beta (v - S^T k), S <- S + k u^T, o = scale S^T q. q and k come without their factors, b_rq and
+    b_rk, and beta with that of k. Both products are taken with the state before u, as S^T q + (k . q) u is the same: o does
+    not wait for the new state.
+    """
+    b_s = b_s * b_high[None, :] + b_s * b_low[None, :]
+    b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * b_beta
+    b_o = (tl.sum(b_s * b_q[None, :], 1) + b_qk * b_u) * b_rq
+    return b_s + b_k[None, :] * b_u[:, None], b_o
+
+
+@triton.jit
+def inverse_norm(b_y, b_eps):
+    """1 / sqrt(mean of y^2 + eps), as [1]. The sum adds halves to halves: one order, however y lies in the threads."""
+    b_r = tl.fma(b_y, b_y, b_eps)  # with eps, as the compiler may fuse a square alone with the first addition, or not
+    b_r = tl.sum(tl.reshape(b_r, [2, 64]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 32]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 16]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 8]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 4]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 2]), 0)
+    b_r = tl.sum(tl.reshape(b_r, [2, 1]), 0)
+    return tl.rsqrt(b_r / 128)
+
+
 # batch and slot counts differ from engine to engine, and step to step: no new binary for them
 @triton.jit(do_not_specialize=["slots", "pad_slot", "beta_n", "index_n", "index_t"])
 def decode_step_kernel(
@@ -85,7 +120,8 @@ def decode_step_kernel(
     pool,  # [slots, HV, 128, 128]
     state_indices, num_accepted, has_initial,  # [N] or [N, COLUMNS], [N] or None, [N] or None
     A_log, dt_bias, norm_weight,
-    arrivals, o_raw,  # [N, H] zeros, zeros again at the end; [N, HV, V] fp32, o before its norm
+    arrivals,  # [N, H] zeros, zeros again at the end; None if a program is alone
+    o_raw,  # [N, HV, V] fp32, o before its norm; None if a program has all of V
     scale, lower_bound, eps, slots, pad_slot,
     qkv_n, z_n, g_n, beta_n, o_n, line_n, line_c, pool_n, index_n, index_t,
     H: tl.constexpr, HV: tl.constexpr,
@@ -96,15 +132,17 @@ def decode_step_kernel(
     K: tl.constexpr = 128
     V: tl.constexpr = 128
     BK: tl.constexpr = 128
-    BV: tl.constexpr = 16
-    NV: tl.constexpr = 8
-    GROUP: tl.constexpr = NV * (HV // H)  # programs of a sequence and q/k head
-    i_v = tl.program_id(0) % NV
-    i_hv = tl.program_id(0) // NV % HV
-    i_n = (tl.program_id(0) // (NV * HV)).to(tl.int64)
+    BV: tl.constexpr = 16  # columns of V of a tile
+    ROWS: tl.constexpr = 16  # ... of a program
+    NP: tl.constexpr = 8
+    GROUP: tl.constexpr = NP * (HV // H)  # programs of a sequence and q/k head
+    i_v = tl.program_id(0) % NP * ROWS
+    i_hv = tl.program_id(0) // NP % HV
+    i_n = (tl.program_id(0) // (NP * HV)).to(tl.int64)
     i_h = i_hv // (HV // H)
     d_k = tl.arange(0, BK)
-    d_v = i_v * BV + tl.arange(0, BV)
+    d_r = tl.arange(0, ROWS)
+    d_v = i_v + d_r
     m_k = d_k < K
     m_v = d_v < V
 
@@ -129,27 +167,19 @@ def decode_step_kernel(
     c_q = i_h * K + d_k
     c_k = (H + i_h) * K + d_k
     c_v = 2 * H * K + i_hv * V + d_v
+    d_w = tl.arange(0, 4)[None, :]
     x_q3 = tl.load(qkv + i_n * qkv_n + c_q, mask=m_k, other=0)
-    w_q0 = tl.load(conv_weight + c_q * 4 + 0, mask=m_k, other=0)
-    w_q1 = tl.load(conv_weight + c_q * 4 + 1, mask=m_k, other=0)
-    w_q2 = tl.load(conv_weight + c_q * 4 + 2, mask=m_k, other=0)
-    w_q3 = tl.load(conv_weight + c_q * 4 + 3, mask=m_k, other=0)
+    w_q = tl.load(conv_weight + c_q[:, None] * 4 + d_w, mask=m_k[:, None], other=0)
     b_q = 0.0
     if conv_bias is not None:
         b_q = tl.load(conv_bias + c_q, mask=m_k, other=0).to(tl.float32)
     x_k3 = tl.load(qkv + i_n * qkv_n + c_k, mask=m_k, other=0)
-    w_k0 = tl.load(conv_weight + c_k * 4 + 0, mask=m_k, other=0)
-    w_k1 = tl.load(conv_weight + c_k * 4 + 1, mask=m_k, other=0)
-    w_k2 = tl.load(conv_weight + c_k * 4 + 2, mask=m_k, other=0)
-    w_k3 = tl.load(conv_weight + c_k * 4 + 3, mask=m_k, other=0)
+    w_k = tl.load(conv_weight + c_k[:, None] * 4 + d_w, mask=m_k[:, None], other=0)
     b_k = 0.0
     if conv_bias is not None:
         b_k = tl.load(conv_bias + c_k, mask=m_k, other=0).to(tl.float32)
     x_v3 = tl.load(qkv + i_n * qkv_n + c_v, mask=m_v, other=0)
-    w_v0 = tl.load(conv_weight + c_v * 4 + 0, mask=m_v, other=0)
-    w_v1 = tl.load(conv_weight + c_v * 4 + 1, mask=m_v, other=0)
-    w_v2 = tl.load(conv_weight + c_v * 4 + 2, mask=m_v, other=0)
-    w_v3 = tl.load(conv_weight + c_v * 4 + 3, mask=m_v, other=0)
+    w_v = tl.load(conv_weight + c_v[:, None] * 4 + d_w, mask=m_v[:, None], other=0)
     b_v = 0.0
     if conv_bias is not None:
         b_v = tl.load(conv_bias + c_v, mask=m_v, other=0).to(tl.float32)
@@ -163,9 +193,11 @@ def decode_step_kernel(
     tl.debug_barrier()  # all these loads go out before the first of those that wait for a slot
 
     # the state, and the history, oldest first
-    d_s = i_hv * (K * V) + d_v[:, None] * K + d_k[None, :]
-    m_s = m_k[None, :] & m_v[:, None] & live
-    b_s = tl.load(pool + i_s * pool_n + d_s, mask=m_s & keep, other=0, eviction_policy="evict_first").to(tl.float32)
+    d_v0 = i_v + 0 * BV + tl.arange(0, BV)
+    d_s0 = i_hv * (K * V) + d_v0[:, None] * K + d_k[None, :]
+    m_s0 = m_k[None, :] & (d_v0 < V)[:, None] & live
+    p_s = pool + i_s * pool_n
+    b_s0 = tl.load(p_s + d_s0, mask=m_s0 & keep, other=0, eviction_policy="evict_first")
     tl.debug_barrier()
     p_line = conv_pool + i_line * line_n
     x_q0 = tl.load(p_line + (first + 0) * line_c + c_q, mask=m_k & keep, other=0)
@@ -177,74 +209,45 @@ def decode_step_kernel(
     x_v0 = tl.load(p_line + (first + 0) * line_c + c_v, mask=m_v & keep, other=0)
     x_v1 = tl.load(p_line + (first + 1) * line_c + c_v, mask=m_v & keep, other=0)
     x_v2 = tl.load(p_line + (first + 2) * line_c + c_v, mask=m_v & keep, other=0)
-    # Convolution and SiLU. Vectors are gathered into the layout of the state's tile: a mere broadcast would have every warp
-    # compute them from the start
-    b_q += x_q0.to(tl.float32) * w_q0.to(tl.float32)
-    b_q += x_q1.to(tl.float32) * w_q1.to(tl.float32)
-    b_q += x_q2.to(tl.float32) * w_q2.to(tl.float32)
-    b_q += x_q3.to(tl.float32) * w_q3.to(tl.float32)
-    b_q = b_q * tl.sigmoid(b_q)
-    b_k += x_k0.to(tl.float32) * w_k0.to(tl.float32)
-    b_k += x_k1.to(tl.float32) * w_k1.to(tl.float32)
-    b_k += x_k2.to(tl.float32) * w_k2.to(tl.float32)
-    b_k += x_k3.to(tl.float32) * w_k3.to(tl.float32)
-    b_k = b_k * tl.sigmoid(b_k)
-    b_v += x_v0.to(tl.float32) * w_v0.to(tl.float32)
-    b_v += x_v1.to(tl.float32) * w_v1.to(tl.float32)
-    b_v += x_v2.to(tl.float32) * w_v2.to(tl.float32)
-    b_v += x_v3.to(tl.float32) * w_v3.to(tl.float32)
-    b_v = b_v * tl.sigmoid(b_v)
+    # Vectors are gathered into the layout of the state's tiles: a mere broadcast would have every warp compute them from the
+    # start
+    b_q = convolve(x_q0, x_q1, x_q2, x_q3, w_q, b_q)
+    b_k = convolve(x_k0, x_k1, x_k2, x_k3, w_k, b_k)
+    b_v = convolve(x_v0, x_v1, x_v2, x_v3, w_v, b_v)
     b_q2, b_k2, b_qk = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, three_sums)
     b_rq = tl.rsqrt(b_q2 + 1e-6) * scale
     b_rk = tl.rsqrt(b_k2 + 1e-6)
+    b_beta = BETA_SCALE * tl.sigmoid(b_beta) * b_rk
     b_high, b_low = split_decay(log_decay(b_g, b_a, lower_bound))
     b_q, b_k = unpack(tl.gather(pack(b_q, b_k), d_k, 0))
     b_high, b_low = unpack(tl.gather(pack(b_high, b_low), d_k, 0))
-    b_v = tl.gather(b_v, tl.arange(0, BV), 0)
 
-    # recurrence: S <- diag(exp(g)) S, u = beta (v - S^T k), S <- S + k u^T, o = scale S^T q. Both products are taken with the
-    # state before u, as S^T q + (k . q) u is the same: o does not wait for the new state
-    b_s = b_s * b_high[None, :] + b_s * b_low[None, :]  # [BV, BK]
-    b_u = (b_v - tl.sum(b_s * b_k[None, :], 1) * b_rk) * (BETA_SCALE * tl.sigmoid(b_beta) * b_rk)
-    b_o = (tl.sum(b_s * b_q[None, :], 1) + b_qk * b_u) * b_rq
-    p_o = o_raw + i_n * (HV * V)
-    if GROUP > 1:
-        tl.store(p_o + i_hv * V + d_v, b_o, mask=m_v)
+    # the recurrence; the new state goes to the slot of column 0
+    p_w = pool + i_line * pool_n
+    b_vi = tl.gather(b_v, 0 * BV + tl.arange(0, BV), 0)
+    b_s, b_o = step(b_s0.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
+    tl.store(o_raw + (i_n * HV + i_hv) * V + d_v0, b_o, mask=d_v0 < V)
 
     # Arrive: what this program's threads have read and written so far comes before what the last program does. It takes o
     # from the L2 cache, where the others have left it
     tl.debug_barrier()
-    arrived = 0
-    if GROUP > 1:
-        arrived = tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel")
-
-    # the state goes to the slot of column 0; the history moves up by one column
-    b_s += b_k[None, :] * b_u[:, None]
-    tl.store(pool + i_line * pool_n + d_s, b_s.to(pool.dtype.element_ty), mask=m_s, eviction_policy="evict_first")
-    tl.store(p_line + 0 * line_c + c_v, x_v1.to(conv_pool.dtype.element_ty), mask=m_v & live)
-    tl.store(p_line + 1 * line_c + c_v, x_v2.to(conv_pool.dtype.element_ty), mask=m_v & live)
-    tl.store(p_line + 2 * line_c + c_v, x_v3.to(conv_pool.dtype.element_ty), mask=m_v & live)
+    arrived = tl.atomic_add(arrivals + i_n * H + i_h, 1, sem="acq_rel")
+    tl.store(p_w + d_s0, b_s.to(pool.dtype.element_ty), mask=m_s0, eviction_policy="evict_first")
+    # the history moves up by one column
+    store_history(p_line, line_c, c_v, x_v1, x_v2, x_v3, m_v & live)
     if arrived == GROUP - 1:
-        if GROUP > 1:
-            tl.store(arrivals + i_n * H + i_h, 0)
-        tl.store(p_line + 0 * line_c + c_q, x_q1.to(conv_pool.dtype.element_ty), mask=m_k & live)
-        tl.store(p_line + 0 * line_c + c_k, x_k1.to(conv_pool.dtype.element_ty), mask=m_k & live)
-        tl.store(p_line + 1 * line_c + c_q, x_q2.to(conv_pool.dtype.element_ty), mask=m_k & live)
-        tl.store(p_line + 1 * line_c + c_k, x_k2.to(conv_pool.dtype.element_ty), mask=m_k & live)
-        tl.store(p_line + 2 * line_c + c_q, x_q3.to(conv_pool.dtype.element_ty), mask=m_k & live)
-        tl.store(p_line + 2 * line_c + c_k, x_k3.to(conv_pool.dtype.element_ty), mask=m_k & live)
+        tl.store(arrivals + i_n * H + i_h, 0)
+        store_history(p_line, line_c, c_q, x_q1, x_q2, x_q3, m_k & live)
+        store_history(p_line, line_c, c_k, x_k1, x_k2, x_k3, m_k & live)
         # gated RMSNorm over V
         d_o = tl.arange(0, 128)
         m_o = d_o < V
         for i_g in range(HV // H):
             i_o = (i_h * (HV // H) + i_g) * V + d_o
-            if GROUP > 1:
-                b_y = tl.load(p_o + i_o, mask=m_o, other=0, cache_modifier=".cg")
-            else:
-                b_y = tl.where(m_o, tl.gather(b_o, d_o, 0), 0.0)
+            b_y = tl.load(o_raw + i_n * (HV * V) + i_o, mask=m_o, other=0, cache_modifier=".cg")
             b_z = tl.load(z + i_n * z_n + i_o, mask=m_o, other=0).to(tl.float32)
             b_w = tl.load(norm_weight + d_o, mask=m_o, other=0).to(tl.float32)
-            b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y) / V + eps) * (b_w * tl.sigmoid(b_z))
+            b_y = b_y * inverse_norm(b_y, tl.where(m_o, eps, 0.0)) * (b_w * tl.sigmoid(b_z))
             tl.store(o + i_n * o_n + i_o, tl.where(live, b_y, 0.0).to(o.dtype.element_ty), mask=m_o)
 
 
@@ -261,6 +264,11 @@ def programs(N, HV):
     return N * HV * 8
 
 
+def scratch(N, H, HV):
+    """How many counters and fp32 values the programs of a launch share: arrivals, o_raw. None if each is alone."""
+    return N * H, N * HV * 128
+
+
 def launch(
     qkv, z, g, beta, o, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial, A_log, dt_bias,
     norm_weight, arrivals, o_raw, scale, lower_bound, eps, *, heads, pad_slot=-1, beta_scale=1.0,
@@ -273,8 +281,8 @@ def launch(
     conv_pool [slots, 3 + k, channels], channels contiguous; conv_weight [channels, 4]; pool [slots, HV,
     128, 128] fp32, bf16 or fp16, contiguous but for the first stride; state_indices [N] or [N, 1 + k], any strides;
     num_accepted, has_initial [N] or None; A_log [HV] or None; dt_bias [HV, 128] or None; norm_weight [128].
-    Scratch: arrivals, at least N * heads int32, zeros before the launch and after it; o_raw, at least N * HV * 128 fp32.
-    No two launches that may run at the same time have the same scratch.
+    arrivals int32, zeros before the launch and after it, and o_raw fp32, of the sizes that ``scratch`` says, or None.
+    No two launches that may run at the same time share these two.
     """
     N, HV = beta.shape
     if N == 0:
