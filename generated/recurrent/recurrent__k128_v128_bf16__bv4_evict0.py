@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_bf16__bv4_evict0
-# inputs:   785f33805054e325a9dae71233690a91dda1f27f8384378581e761c31319b662
+# inputs:   a72650d8b3c347f935b33ff04f0ef76fcc2ea4dfc8648b0df94df7d79be2d869
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -145,6 +145,7 @@ def recurrent_kernel(
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
         b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
 
+    tl.debug_barrier()  # all loads are on their way: the compiler would put off some of them till after the first norm
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
         b_g, b_beta = x_g.to(tl.float32), x_beta.to(tl.float32)

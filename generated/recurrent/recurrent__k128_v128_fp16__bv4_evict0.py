@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp16__bv4_evict0
-# inputs:   6a5da1e9486647445d34246ce379880d318c4e6fa0ab93842322fd79622e27ec
+# inputs:   232c057c6b22f0d93188ac072eaeac5531e72f8647d8240cc72b4cc9bbdb07a2
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -145,6 +145,7 @@ def recurrent_kernel(
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
         b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0).to(tl.float32)
 
+    tl.debug_barrier()  # all loads are on their way: the compiler would put off some of them till after the first norm
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
         b_g, b_beta = x_g.to(tl.float32), x_beta.to(tl.float32)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp16__bv4_evict1
-# inputs:   c30dca3e920de51d1f98ea8b4ca95399ec7069cd7486d50f8141fbd333e63c9c
+# inputs:   821d0b643e89102f7f2e2e147e0512d55164422d3cd70398a976707376faeaed
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -145,6 +145,7 @@ def recurrent_kernel(
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
         b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0, eviction_policy="evict_first").to(tl.float32)
 
+    tl.debug_barrier()  # all loads are on their way: the compiler would put off some of them till after the first norm
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
         b_g, b_beta = x_g.to(tl.float32), x_beta.to(tl.float32)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: recurrent.py.j2
 # variant:  recurrent__k128_v128_fp32_kfirst__bv32_evict1
-# inputs:   387010ed245b40db073990df13eb667aded5c6af2d007fd4fba990eb3f5860c1
+# inputs:   3210295d9daf489ef5bfb4bc1b2b8f0ce03a3ea6bf90a2b41f10b2c1d046c57a
 
 """Recurrent Kimi Delta Attention, K = 128, V = 128: T >= 1 tokens a sequence, the state in registers.
 
@@ -145,6 +145,7 @@ def recurrent_kernel(
         m_initial = m_s & (tl.load(has_initial + i_n) != 0)
         b_s = tl.load(h0 + i_s * h0_n + d_s, mask=m_initial, other=0, eviction_policy="evict_first").to(tl.float32)
 
+    tl.debug_barrier()  # all loads are on their way: the compiler would put off some of them till after the first norm
     for i_t in range(n_t):
         b_q, b_k, b_v = x_q.to(tl.float32), x_k.to(tl.float32), x_v.to(tl.float32)
         b_g, b_beta = x_g.to(tl.float32), x_beta.to(tl.float32)
