@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_state_tma.py.j2
 # variant:  prefill_state__c64_k128_v128_bf16__tma_bv128
-# inputs:   56cc4458a6a7bb85bc588cd8b131ee7dd2b2c6f64d7a9692611a6f215cdcb8a4
+# inputs:   71c19346d0937c249e2ed9056756fc8b094e3fd596859450fc7e6e694031bd87
 
 """Prefill, the state pass, for sm90: walks the chunks of one head of one sequence, 128 value channels a program.
 
@@ -172,9 +172,9 @@ def launch(qg, kg, w, u, aqk, dec, o, cu_seqlens, chunk_offsets, row_begin, row_
     pool = h_in if read_slots is not None else h_out if write_slots is not None else ckpt_pool
     of = lambda x, *axes: [0 if x is None else x.stride(axis) for axis in axes]
     return state_kernel[(1 * HV * N * segs,)](
-        rows_of(qg, 128), rows_of(kg, 128), rows_of(w, 128), rows_of(u, 128), rows_of(aqk, 64), dec,
-        o, cu_seqlens, chunk_offsets, o.shape[:-2].numel(), row_begin, row_end, slot_base, seg_begin, seg_chunks, h_in, read_slots, has_initial,
-        h_out, write_slots, mid_in, mid_out, mid_stride, ckpt_offsets, ckpt_slots, ckpt_pool, pad_slot,
+        rows_of(qg, 128), rows_of(kg, 128), rows_of(w, 128), rows_of(u, 128), rows_of(aqk, 64), dec, o,
+        cu_seqlens, chunk_offsets, o.shape[:-2].numel(), row_begin, row_end, slot_base, seg_begin, seg_chunks, h_in,
+        read_slots, has_initial, h_out, write_slots, mid_in, mid_out, mid_stride, ckpt_offsets, ckpt_slots, ckpt_pool, pad_slot,
         0 if pool is None else pool.shape[0], N, HV, *of(o, -3, -2), *of(h_in, 0, 1), *of(h_out, 0, 1),
         *of(ckpt_pool, 0, 1), *of(read_slots, 0), *of(write_slots, 0), *of(ckpt_offsets, 0), *of(ckpt_slots, 0),
         0 if ckpt_offsets is None else ckpt_offsets.shape[1], v_first, num_stages, num_warps=num_warps, num_stages=num_stages)
