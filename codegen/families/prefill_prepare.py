@@ -84,6 +84,8 @@ class Prepare(Family):
             return reason
         if schedule.form:
             gate = {"gluon": "bounded", "levels": "softplus"}[schedule.form]
+            if schedule.warps not in (0, 4):
+                return f"the {schedule.form} form is written for 4 warps, not {schedule.warps}"
             return refuse_hopper_form(spec, schedule, target) or (
                 None if spec.gate == gate else f"the {schedule.form} form has only the {gate} gate, not {spec.gate}")
         bk = schedule.block.get("bk", 0)

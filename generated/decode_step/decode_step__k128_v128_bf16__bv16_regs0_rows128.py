@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_bf16__bv16_regs0_rows128
-# inputs:   44c038136c5b0a771868d994c9fa4011d3e37b6e33694152e61889305eedbe93
+# inputs:   e385a04d0cce42204e8a80fbeaadb48c976b048cced733261b833989fee530af
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 
@@ -219,9 +219,9 @@ def decode_step_kernel(
     d_s7 = i_hv * (K * V) + d_v7[:, None] * K + d_k[None, :]
     m_s7 = m_k[None, :] & (d_v7 < V)[:, None] & live
     p_s = pool + i_s * pool_n
-    b_s0 = tl.load(p_s + d_s0, mask=m_s0 & keep, other=0, eviction_policy="evict_first")
-    b_s1 = tl.load(p_s + d_s1, mask=m_s1 & keep, other=0, eviction_policy="evict_first")
-    b_s2 = tl.load(p_s + d_s2, mask=m_s2 & keep, other=0, eviction_policy="evict_first")
+    b_s0 = tl.load(p_s + d_s0, mask=m_s0 & keep, other=0)
+    b_s1 = tl.load(p_s + d_s1, mask=m_s1 & keep, other=0)
+    b_s2 = tl.load(p_s + d_s2, mask=m_s2 & keep, other=0)
     tl.debug_barrier()
     p_line = conv_pool + i_line * line_n
     x_q0 = tl.load(p_line + (first + 0) * line_c + c_q, mask=m_k & keep, other=0)
@@ -258,47 +258,47 @@ def decode_step_kernel(
     p_w = pool + i_line * pool_n
     b_vi = tl.gather(b_v, 0 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s0.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s0, b_s.to(pool.dtype.element_ty), mask=m_s0, eviction_policy="evict_first")
-    b_s3 = tl.load(p_s + d_s3, mask=m_s3 & keep, other=0, eviction_policy="evict_first")
+    tl.store(p_w + d_s0, b_s.to(pool.dtype.element_ty), mask=m_s0)
+    b_s3 = tl.load(p_s + d_s3, mask=m_s3 & keep, other=0)
     b_y = tl.gather(b_o, d_r % BV, 0)
 
     b_vi = tl.gather(b_v, 1 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s1.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s1, b_s.to(pool.dtype.element_ty), mask=m_s1, eviction_policy="evict_first")
-    b_s4 = tl.load(p_s + d_s4, mask=m_s4 & keep, other=0, eviction_policy="evict_first")
+    tl.store(p_w + d_s1, b_s.to(pool.dtype.element_ty), mask=m_s1)
+    b_s4 = tl.load(p_s + d_s4, mask=m_s4 & keep, other=0)
     b_y = tl.where(d_r // BV == 1, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 2 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s2.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s2, b_s.to(pool.dtype.element_ty), mask=m_s2, eviction_policy="evict_first")
-    b_s5 = tl.load(p_s + d_s5, mask=m_s5 & keep, other=0, eviction_policy="evict_first")
+    tl.store(p_w + d_s2, b_s.to(pool.dtype.element_ty), mask=m_s2)
+    b_s5 = tl.load(p_s + d_s5, mask=m_s5 & keep, other=0)
     b_y = tl.where(d_r // BV == 2, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 3 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s3.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s3, b_s.to(pool.dtype.element_ty), mask=m_s3, eviction_policy="evict_first")
-    b_s6 = tl.load(p_s + d_s6, mask=m_s6 & keep, other=0, eviction_policy="evict_first")
+    tl.store(p_w + d_s3, b_s.to(pool.dtype.element_ty), mask=m_s3)
+    b_s6 = tl.load(p_s + d_s6, mask=m_s6 & keep, other=0)
     b_y = tl.where(d_r // BV == 3, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 4 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s4.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s4, b_s.to(pool.dtype.element_ty), mask=m_s4, eviction_policy="evict_first")
-    b_s7 = tl.load(p_s + d_s7, mask=m_s7 & keep, other=0, eviction_policy="evict_first")
+    tl.store(p_w + d_s4, b_s.to(pool.dtype.element_ty), mask=m_s4)
+    b_s7 = tl.load(p_s + d_s7, mask=m_s7 & keep, other=0)
     b_y = tl.where(d_r // BV == 4, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 5 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s5.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s5, b_s.to(pool.dtype.element_ty), mask=m_s5, eviction_policy="evict_first")
+    tl.store(p_w + d_s5, b_s.to(pool.dtype.element_ty), mask=m_s5)
     b_y = tl.where(d_r // BV == 5, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 6 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s6.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s6, b_s.to(pool.dtype.element_ty), mask=m_s6, eviction_policy="evict_first")
+    tl.store(p_w + d_s6, b_s.to(pool.dtype.element_ty), mask=m_s6)
     b_y = tl.where(d_r // BV == 6, tl.gather(b_o, d_r % BV, 0), b_y)
 
     b_vi = tl.gather(b_v, 7 * BV + tl.arange(0, BV), 0)
     b_s, b_o = step(b_s7.to(tl.float32), b_vi, b_q, b_k, b_high, b_low, b_rq, b_rk, b_qk, b_beta)
-    tl.store(p_w + d_s7, b_s.to(pool.dtype.element_ty), mask=m_s7, eviction_policy="evict_first")
+    tl.store(p_w + d_s7, b_s.to(pool.dtype.element_ty), mask=m_s7)
     b_y = tl.where(d_r // BV == 7, tl.gather(b_o, d_r % BV, 0), b_y)
 
     if GROUP > 1:  # all have read the history of q and k when the last arrives

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_bf16__bv16_regs0_rows16
-# inputs:   3476b486a2c4db9e2c4cbf9cd39b9ed36af711c5a76dae284614290506fa3459
+# inputs:   d5eeb7b0a547fd0e034b0a5206f624988af5378a4d118e6e320b28b16de58040
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_bf16__bv32_regs0_rows32
-# inputs:   be59de29611aecd7be5824a71714e7d64fe03716a0b224c15c87353a0687bc09
+# inputs:   4f677aa29a67c546aeaaba2a02dfbd85068958dd550d974bacdfc101cea995b8
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 

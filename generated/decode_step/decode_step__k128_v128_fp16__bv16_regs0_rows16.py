@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp16__bv16_regs0_rows16
-# inputs:   8458edffd47bdf3a0581c3ef47b54fbfe6ac8522bf24c69c6f34f50e5e77c868
+# inputs:   0434d52547d8fff3ce43336c1d955649b5ee5bcefd9487eeb73b52ebff3be153
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 

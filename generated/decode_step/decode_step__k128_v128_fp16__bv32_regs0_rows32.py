@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp16__bv32_regs0_rows32
-# inputs:   625feed4a7445072e3b8c0d347a55a33332a1879d7447b2b3798a245b72e42ca
+# inputs:   5f6e390cd5f872140daf66db85f508b6afdd2e1337e500e3c2eb9057cb286ace
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp32__bv16_regs0_rows16
-# inputs:   57cd76ba5e165cd1d8d94a51f495fb1a5df417c2b2f50ecbecf2e29cdc237879
+# inputs:   be71ce3f4d6b3aac2a28ccde600a3e520fcd48420c33e8e3ee11ec6035597adb
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 

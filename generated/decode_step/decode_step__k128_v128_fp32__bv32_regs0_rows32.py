@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: decode_step.py.j2
 # variant:  decode_step__k128_v128_fp32__bv32_regs0_rows32
-# inputs:   e2637689e8135bda2ee1d50cfc8da74218e3458b780a2e381eb8b38fac94ecca
+# inputs:   291c7e9397e3becf79dac7ad769d4b10c33982bc73e9bcb484c53ea25829c5e1
 
 """The fused decode step, K = 128, V = 128: convolution, norms, gate and recurrence in one launch.
 
