@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__c64_k128_fp16__bk64_bt8
-# inputs:   eb21396b645ee49222f555cc46fd2b7dd104d980594d54a05cec99be39143afc
+# inputs:   b5bc1aecceb27eea5d282ed6989a2ec95fb6c42f0cf033971629f1b8093072ba
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> sums of its log decay over a chunk of 64 tokens, log2 units.
 
@@ -134,11 +134,13 @@ def launch(
     g [B, T, HV, 128] with unit stride in K; A_log [HV], dt_bias [HV, 128] contiguous, or None; lower_bound a float,
     None for the softplus form; beta [B, T, HV] raw, any strides, beta_scale 1.0 or 2.0;
     cu_seqlens [N+1] and chunk_indices [NT, 2] of integers with B = 1, or both None.
-    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides.
+    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides. Returns the compiled kernel, or None if
+    there is nothing to do.
     """
     programs, T, HV, strides = kept or layout(g, out, beta, chunk_indices)
-    if programs:
-        gate_kernel[(programs,)](
-            g, A_log, dt_bias, out, beta, beta_out, cu_seqlens, chunk_indices, lower_bound, beta_scale, T, *strides,
-            HV=HV, num_warps=num_warps, num_stages=num_stages,
-        )
+    if not programs:
+        return None
+    return gate_kernel[(programs,)](
+        g, A_log, dt_bias, out, beta, beta_out, cu_seqlens, chunk_indices, lower_bound, beta_scale, T, *strides,
+        HV=HV, num_warps=num_warps, num_stages=num_stages,
+    )

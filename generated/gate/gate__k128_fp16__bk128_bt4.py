@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__k128_fp16__bk128_bt4
-# inputs:   d63ec865fdcb528ed0965b24103d344a0abfbbbc3360e4233d8fe71c2494fcbc
+# inputs:   3c0e97530f9b8eff17e1652fd3e92f6743cafa29f441837160f517ebc88c0785
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> log decay, natural log.
 
@@ -90,11 +90,13 @@ def launch(
 
     g [B, T, HV, 128] with unit stride in K; A_log [HV], dt_bias [HV, 128] contiguous, or None; lower_bound a float,
     None for the softplus form; beta [B, T, HV] raw, any strides, beta_scale 1.0 or 2.0.
-    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides.
+    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides. Returns the compiled kernel, or None if
+    there is nothing to do.
     """
     programs, T, HV, strides = kept or layout(g, out, beta)
-    if programs:
-        gate_kernel[(programs,)](
-            g, A_log, dt_bias, out, beta, beta_out, lower_bound, beta_scale, T, *strides,
-            HV=HV, num_warps=num_warps, num_stages=num_stages,
-        )
+    if not programs:
+        return None
+    return gate_kernel[(programs,)](
+        g, A_log, dt_bias, out, beta, beta_out, lower_bound, beta_scale, T, *strides,
+        HV=HV, num_warps=num_warps, num_stages=num_stages,
+    )

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: gate.py.j2
 # variant:  gate__k128_fp32__bk128_bt4
-# inputs:   bf399d1aa5eb4d8fda55f323a711ecbd3af7bffecf8e5d0f1de04e8b0ae9f5bb
+# inputs:   a18271b2f712f9f17853c0c28b45b703effdd3e32cb5dabedae0f538bbc3ed91
 
 """The gate of Kimi Delta Attention, K = 128: raw gate -> log decay, natural log.
 
@@ -90,11 +90,13 @@ def launch(
 
     g [B, T, HV, 128] with unit stride in K; A_log [HV], dt_bias [HV, 128] contiguous, or None; lower_bound a float,
     None for the softplus form; beta [B, T, HV] raw, any strides, beta_scale 1.0 or 2.0.
-    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides.
+    ``kept``: ``layout(...)`` of an earlier call with the same shapes and strides. Returns the compiled kernel, or None if
+    there is nothing to do.
     """
     programs, T, HV, strides = kept or layout(g, out, beta)
-    if programs:
-        gate_kernel[(programs,)](
-            g, A_log, dt_bias, out, beta, beta_out, lower_bound, beta_scale, T, *strides,
-            HV=HV, num_warps=num_warps, num_stages=num_stages,
-        )
+    if not programs:
+        return None
+    return gate_kernel[(programs,)](
+        g, A_log, dt_bias, out, beta, beta_out, lower_bound, beta_scale, T, *strides,
+        HV=HV, num_warps=num_warps, num_stages=num_stages,
+    )
