@@ -131,7 +131,7 @@ def test_conv_vector(path):
 
 @pytest.mark.parametrize("sequences", [128, 129, 1023, 1024, 1025, 2100])
 def test_more_sequences_than_one_read(path, rng, sequences):
-    """A program reads up to 128 sequences at once, more of them 1,024 at a time; counts around both, and beyond twice."""
+    """A program reads 128 sequences at once, and skips those before its rows 1,024 at a time; counts around both, and more."""
     lengths = torch.randint(0, 3, (sequences,), generator=rng)
     lengths[torch.randint(0, sequences, (3,), generator=rng)] = 200
     check_all(boundaries(lengths.tolist()), 64, [], spare=10)
@@ -140,6 +140,35 @@ def test_more_sequences_than_one_read(path, rng, sequences):
 def test_many_block_sizes_in_one_launch(path, rng):
     cu = boundaries(torch.randint(0, 90, (7,), generator=rng).tolist())
     check_all(cu, 16, [1, 2, 3, 4, 8, 16, 32, 64, 128, 200], spare=3)
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.9])
+def test_programs_begin_anywhere(path, rng, empty):
+    """Programs skip nothing, part of a read, all of one; groups of empty sequences lie on a program's first row."""
+    lengths = torch.randint(0, 40, (1500,), generator=rng) * (torch.rand(1500, generator=rng) >= empty)
+    lengths[700:860] = 0
+    lengths[::128] = 37  # so many whole parts that sequences begin on the first row of programs
+    check_all(boundaries(lengths.tolist()), 16, [37], spare=0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.integers(1, 2**30), st.integers(0, 30).map(lambda n: 1 << n)), st.integers(0, 2**31 - 1), st.data())
+def test_the_reciprocal_is_exact(block, length, data):
+    """For every length: any, whole blocks, and one token more or fewer."""
+    module = dispatch.pick(Spec.make("step_tables", dtype="i32", schedules=1), Problem(1, 1, 1),
+                           dispatch.devices.named("h200")).module
+    factor, shift = module.reciprocal(block)
+    assert 2**31 <= factor < 2**32, "an int64 for Triton, whatever the block"
+    whole = data.draw(st.integers(0, (2**31 - 1) // block)) * block
+    for tokens in (length, whole, max(whole - 1, 0), min(whole + 1, 2**31 - 1), 2**31 - 1):
+        assert (tokens * factor + (1 << shift) - 1) >> shift == -(-tokens // block)
+        assert tokens * factor + (1 << shift) - 1 < 2**64
+
+
+@pytest.mark.parametrize("block", [2**30 - 1, 2**29, 715_827_883])
+def test_sequences_of_two_billion_tokens(path, block):
+    cu = boundaries([2**31 - 1, 0, 5, block], torch.int64)
+    assert_schedule(build_conv1d_chunk_schedule(cu, block, "cpu"), cu, block)
 
 
 def test_host_copy_of_another_dtype(path):
@@ -298,7 +327,7 @@ def test_a_direct_launch_passes_what_launch_does(monkeypatch, sizes, kind, apart
     hooked = SimpleNamespace(calls=[])
     monkeypatch.setattr(_tables_source, "knobs", SimpleNamespace(
         runtime=SimpleNamespace(launch_enter_hook=hooked, launch_exit_hook=hooked)))
-    direct = Handle(None, True, call, "function", 0, 1, "packed"), module.ROWS, 3
+    direct = Handle(None, True, call, "function", 0, 1, "packed"), module, 3
     tables = _tables_source.compose(planned, torch.int32, *kind, apart, run=module.launch, cuda=False, direct=direct)
     n_rows = exact_sizes("x", cu, 5, planned, True)
     table = torch.zeros(5, 2, dtype=torch.int32)

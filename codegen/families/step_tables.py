@@ -4,7 +4,8 @@ Spec: ``chunk`` is the chunk table's chunk size, or 0 for no chunk table; ``dtyp
 chunk table); ``schedules`` the number of conv schedules, whose block sizes are run-time arguments; ``requests`` whether
 boundaries, slots and "has an initial state" of a step with prefills are written too, and the chunk table begins at a
 later sequence than the schedules.
-Schedule: ``br`` rows of a table in a program; up to ``bn`` sequences are one read of so many, more are read ``bm`` at a time.
+Schedule: ``br`` rows of a table in a program; ``bn`` sequences of one read. Where there are more, a program first skips
+those before its rows, by reads of ``bm``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StepTables(Family):
         """
         schedules = self._schedules(spec)
         row_counts = ["n_chunks"] * (spec.chunk > 0) + [f"n_{s}" for s in schedules]
-        numbers = ["n_seqs", *row_counts, *(f"block_{s}" for s in schedules)]
+        numbers = ["n_seqs", *row_counts, *(f"{name}_{s}" for s in schedules for name in ("factor", "shift"))]
         inputs = ["cu_seqlens"]
         if spec.requests:
             numbers += ["base", "first", "lens_n", "table_n"]
@@ -75,7 +76,8 @@ class StepTables(Family):
         if spec.chunk:
             signature |= {"offsets": "*i64", "chunks": f"*{spec.dtype}", "rows": "*i32", "n_chunks": "i32"}
         for s in self._schedules(spec):
-            signature |= {f"seq_{s}": "*i32", f"part_{s}": "*i32", f"block_{s}": "i32", f"n_{s}": "i32"}
+            signature |= {f"seq_{s}": "*i32", f"part_{s}": "*i32"}
+            signature |= {f"factor_{s}": "i64", f"shift_{s}": "i32", f"n_{s}": "i32"}
         if spec.requests:
             signature |= dict.fromkeys(("base", "first"), "i32") | {"lens": "*i32", "lens_n": "i32", "table": "*i32",
                                                                     "table_n": "i32", "starts": "*i32", "slots": "*i32"}

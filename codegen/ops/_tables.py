@@ -145,11 +145,8 @@ def _first(key: tuple, planned: Plan):
 
     def first(cu_seqlens, n_seqs, sizes, *given):
         def run(*arguments):
-            programs = sum([-(-size // module.ROWS) or 1 for size in sizes])
-            if requests:
-                programs += n_seqs // module.ROWS + 1
-            found = handle(module.step_tables_kernel.jit[(programs,)](*arguments, ROWS=module.ROWS, **options))
-            direct = (found, module.ROWS, index) if found.short else None
+            found = handle(through_triton(*arguments))
+            direct = (found, module, index) if found.short else None
             _MEMO[key] = compose(*kind, run=through_triton, cuda=True, direct=direct)
 
         return compose(*kind, run=run, cuda=True)(cu_seqlens, n_seqs, sizes, *given)

@@ -7,6 +7,7 @@ A call allocates once for each dtype, cuts the allocation into its tables, and l
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -90,14 +91,14 @@ def _result(planned, made: set[str], requests: bool) -> str:
     return f"{result}, Requests(starts, slots, carries, first_carries)" if requests else result
 
 
-def _arguments(planned, made: set[str], requests: bool) -> list[str]:
-    """The arguments of a generated module's ``launch``, in order."""
+def _arguments(planned, made: set[str], requests: bool, reciprocal: Callable | None = None) -> list[str]:
+    """The arguments of a generated module's ``launch``, in order; of its kernel, with the module's ``reciprocal``."""
     given = lambda name: name if name in made else "None"
     names = ["cu_seqlens", "n_seqs", given("counts")]
     if planned.chunk:
         names += ["offsets", "chunks", given("rows"), "n_0"]
     for s, block in zip(_schedules(planned), planned.blocks):
-        names += [f"seq_{s}", f"part_{s}", str(block), f"n_{s}"]
+        names += [f"seq_{s}", f"part_{s}", *map(str, reciprocal(block) if reciprocal else (block,)), f"n_{s}"]
     if requests:
         names += ["base", "first", "lens", "lens_n", "table", "table_n", "starts", "slots", "carries", "first_carries"]
     return names
@@ -126,36 +127,35 @@ def _allocate(tables: list[_Table], apart: bool) -> tuple[list[str], dict[str, s
 
 
 def compose(planned, dtype: torch.dtype, rows: bool, counts: bool, requests: bool, apart: bool, *, run: Callable,
-            cuda: bool, direct: tuple[Handle, int, int] | None = None) -> Callable:
+            cuda: bool, direct: tuple[Handle, ModuleType, int] | None = None) -> Callable:
     """``tables(cu_seqlens, n_seqs, sizes, *requests)``: what ``_tables.write`` returns for such a call.
 
     apart: an allocation for each, else for each dtype. run: called with the arguments of the generated module's ``launch``,
     to write them. cuda: in the memory of the current CUDA device, else in the CPU's. direct: (a compiled kernel's handle,
-    rows of a program, the device's index): launch that instead, unless a profiler has hooked Triton's launches.
+    its module, the device's index): launch that instead, unless a profiler has hooked Triton's launches.
     """
     tables = _tables(planned, dtype, rows, counts, requests)
     made = {table.name for table in tables}
-    arguments = _arguments(planned, made, requests)
     sizes = [f"n_{n}" for n in range(0 if planned.chunk else 1, len(planned.blocks) + 1)]
     allocate, addresses = _allocate(tables, apart)
     body = [f"{', '.join(sizes)}, = sizes", f"n_chunked = n_seqs{' - first' * requests}", *allocate]
     scope = {"torch": torch, "view": view, "empty": _empty_strided_cuda if cuda else _empty_strided_cpu,
              "StepTables": StepTables, "Requests": Requests, "run": run, "ONE": (1,), "TWO": (2, 1), "FOUR": (4, 1)}
-    written = f"run({', '.join(arguments)})"
+    written = f"run({', '.join(_arguments(planned, made, requests))})"
     if direct is None:
         body.append(written)
     else:
-        (_, _, call, function, cooperative, pdl, packed), rows_each, index = direct
+        (_, _, call, function, cooperative, pdl, packed), module, index = direct
         scope |= {"runtime": knobs.runtime, "stream": torch._C._cuda_getCurrentRawStream, "call": call,
                   "function": function, "cooperative": cooperative, "pdl": pdl, "packed": packed}
-        each = [f"(-(-{size} // {rows_each}) or 1)" for size in sizes] + [f"n_seqs // {rows_each} + 1"] * requests
+        each = [f"(-(-{size} // {module.ROWS}) or 1)" for size in sizes] + [f"n_seqs // {module.ROWS} + 1"] * requests
         inputs = {name: f"{name}.data_ptr()" for name in ("cu_seqlens", "lens", "table")}
-        values = [(addresses | inputs).get(name, name) for name in arguments]
+        values = [(addresses | inputs).get(name, name) for name in _arguments(planned, made, requests, module.reciprocal)]
         body += ["if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:", f"    {written}", "else:"]
         body += [f"    p_{name} = {name}.data_ptr()" for name in dict.fromkeys(
             address.split()[0].removeprefix("p_") for address in addresses.values())]
         body.append(f"    call({' + '.join(each)}, 1, 1, stream({index}), function, cooperative, pdl, None, None, packed, "
-                    f"None, None, None, {', '.join(values)}, {rows_each})")
+                    f"None, None, None, {', '.join(values)}, {module.ROWS})")
     body.append(f"return {_result(planned, made, requests)}")
     given = ", base, first, lens, lens_n, table, table_n" * requests
     exec(f"def tables(cu_seqlens, n_seqs, sizes{given}):\n    " + "\n    ".join(body) + "\n", scope)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: step_tables.py.j2
 # variant:  step_tables__i32_s1__bm1024_bn128_br128
-# inputs:   f763fa0a50c1a1a81b97df15c551a87f1c8fc3e5dab6e7439af7e5b4ec6db9da
+# inputs:   3070733d0ad2b832f97dd0cb55150b6f3bc9dd0d7b603b6989f63900e386de7c
 
 """Step tables: which sequence, and which part of it, each program of a step works on.
 
@@ -22,9 +22,23 @@ SCHEDULE = {'bm': 1024, 'bn': 128, 'br': 128}
 ROWS = 128  # rows of a table that one program owns
 
 
+def reciprocal(block):
+    """(factor, shift) with ceil(length / block) == (length * factor + 2**shift - 1) >> shift for 0 <= length < 2**31.
+
+    block is from 1 to 2**30. 2**31 <= factor < 2**32, so that for Triton it is an int64 always.
+    """
+    shift = 31 + (block - 1).bit_length()
+    return (1 << shift) // block, shift
+
+
 @triton.jit
 def _programs(n_rows, ROWS: tl.constexpr):
     return tl.maximum(tl.cdiv(n_rows, ROWS), 1)
+
+
+@triton.jit
+def _maxima(a_1, b_1, a_2, b_2):
+    return tl.maximum(a_1, a_2), tl.maximum(b_1, b_2)
 
 
 @triton.jit
@@ -33,52 +47,66 @@ def _join(begins_a, row_a, begins_b, row_b):
 
 
 @triton.jit
-def _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS: tl.constexpr, SEQS: tl.constexpr):
-    """([ROWS] sequences that begin on each row, row 0: or before it; the row on which the last of these begins; all parts).
-
-    Reads SEQS sequences at a time, those before row r_0 too, up to the one that begins at r_end or later. A sequence begins
-    on the row of its first part; an empty one, on the row of the next.
-    """
-    b_begins = tl.zeros([ROWS], tl.int32)
-    latest = 0
-    total = 0
-    i_s = 0
-    while (i_s < n_seqs) & (total < r_end):
-        o_s = i_s + tl.arange(0, SEQS)
-        m_s = o_s < n_seqs
-        b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
-        b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
-        b_parts = (tl.maximum((b_eos - b_bos).to(tl.int32), 0) + (block - 1)) // block  # [SEQS]
-        b_ends = total + tl.cumsum(b_parts, 0)
-        b_first = b_ends - b_parts  # [SEQS] the row on which each begins
-        if offsets is not None:
-            m_here = m_s & (b_first >= r_0) & (b_first < r_end)
-            tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
-        b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=m_s & (b_first < r_0 + ROWS))
-        # two maxima in one reduction
-        b_pair = tl.max(tl.join(b_ends, tl.where(m_s & (b_first <= r_0), b_first, 0)), 0)
-        total, b_latest = tl.split(b_pair)
-        latest = tl.maximum(latest, b_latest)
-        i_s += SEQS
-    return b_begins, latest, total
+def _parts(cu_seqlens, n_seqs, factor, shift, o_s):
+    """ceil(length / block) of sequences o_s without a division; 0 from n_seqs on."""
+    m_s = o_s < n_seqs
+    b_bos = tl.load(cu_seqlens + o_s, mask=m_s, other=0)
+    b_eos = tl.load(cu_seqlens + o_s + 1, mask=m_s, other=0)
+    b_len = tl.maximum((b_eos - b_bos).to(tl.int32), 0)
+    shift = tl.cast(shift, tl.uint64)
+    up = (tl.full([], 1, tl.uint64) << shift) - 1
+    b_product = b_len.to(tl.uint32).to(tl.uint64) * tl.cast(factor, tl.uint32).to(tl.uint64)
+    return ((b_product + up) >> shift).to(tl.int32)
 
 
 @triton.jit
-def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
+def _skip(cu_seqlens, n_seqs, factor, shift, r_0, SEQS: tl.constexpr, GROUP: tl.constexpr):
+    """(sequences, parts) of the first groups of GROUP sequences, up to the first group that ends on row r_0 or later."""
+    GROUPS: tl.constexpr = SEQS // GROUP
+    o_g = tl.arange(0, GROUPS)
+    seqs, total, n_before = 0, 0, GROUPS
+    while (n_before == GROUPS) & (seqs < n_seqs):
+        o_s = seqs + o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        b_ends = total + tl.cumsum(tl.sum(_parts(cu_seqlens, n_seqs, factor, shift, o_s), 1), 0)  # [GROUPS]
+        m_g = b_ends < r_0
+        n_before, total_before = tl.reduce((tl.where(m_g, o_g + 1, 0), tl.where(m_g, b_ends, 0)), 0, _maxima)
+        seqs, total = seqs + n_before * GROUP, tl.maximum(total, total_before)
+    return seqs, total
+
+
+@triton.jit
+def _locate(cu_seqlens, n_seqs, factor, shift, i_b, n_rows, count, offsets, ROWS: tl.constexpr):
     """(row, sequence, part) of the i_b-th block of rows, [ROWS] each; sequence and part are -1 past the true count.
 
-    Each program also writes the offsets of the sequences that begin on its rows; that of row ``total``, where a next one
-    would begin, the last offset.
+    A sequence begins on the row of its first part; an empty one, on the row of the next. Each program also writes the
+    offsets of the sequences that begin on its rows; that of row ``total``, where a next one would begin, the last offset.
     """
-    FEW: tl.constexpr = 128  # up to so many sequences, one short read; more: 1024 at a time
+    SEQS: tl.constexpr = 128  # sequences of one read
     r_0 = i_b * ROWS
     r_end = r_0 + ROWS
     if offsets is not None or count is not None:  # the last program takes those that begin past the table's end
         r_end = tl.where(r_end >= n_rows, 2147483647, r_end)
-    if n_seqs <= FEW:
-        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, FEW)
-    else:
-        b_begins, latest, total = _begins(cu_seqlens, n_seqs, block, r_0, r_end, n_rows, offsets, ROWS, 1024)
+    i_s, total = 0, 0
+    if n_seqs > SEQS:
+        i_s, total = _skip(cu_seqlens, n_seqs, factor, shift, r_0, 1024, 32)
+
+    # how many sequences begin on each row, and on row r_0 or before it; the row on which the last of these begins. What is
+    # read past the last sequence begins on row ``total``, whose sequence nobody asks for
+    o_r = r_0 + tl.arange(0, ROWS)
+    b_begins = tl.where(o_r == r_0, i_s, 0)
+    latest = 0
+    while (i_s < n_seqs) & (total < r_end):
+        o_s = i_s + tl.arange(0, SEQS)
+        b_parts = _parts(cu_seqlens, n_seqs, factor, shift, o_s)
+        b_ends = total + tl.cumsum(b_parts, 0)
+        b_first = b_ends - b_parts  # [SEQS] the row on which each begins
+        b_begins += tl.histogram(tl.maximum(b_first - r_0, 0), ROWS, mask=b_first < r_0 + ROWS)
+        total, b_latest = tl.reduce((b_ends, tl.where(b_first <= r_0, b_first, 0)), 0, _maxima)
+        latest = tl.maximum(latest, b_latest)
+        if offsets is not None:
+            m_here = (o_s < n_seqs) & (b_first >= r_0) & (b_first < r_end)
+            tl.store(offsets + o_s, tl.minimum(b_first, n_rows).to(tl.int64), mask=m_here)
+        i_s += SEQS
     if offsets is not None or count is not None:
         if (total >= r_0) & (total < r_end):
             if offsets is not None:
@@ -87,7 +115,6 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
                 tl.store(count, total)
 
     # a row belongs to the last sequence that begins on it or before it; the others that begin there are empty
-    o_r = r_0 + tl.arange(0, ROWS)
     b_row = tl.where((b_begins > 0) & (o_r > r_0), o_r, latest)
     b_count, b_first = tl.associative_scan((b_begins, b_row), 0, _join)
     m_r = o_r < total
@@ -96,21 +123,22 @@ def _locate(cu_seqlens, n_seqs, block, i_b, n_rows, count, offsets, ROWS: tl.con
 
 # the sizes differ from step to step: no new binary for them, nor for inputs that start anywhere in a tensor
 @triton.jit(
-    do_not_specialize=['n_seqs', 'n_1', 'block_1'],
+    do_not_specialize=['n_seqs', 'n_1', 'factor_1', 'shift_1'],
     do_not_specialize_on_alignment=['cu_seqlens'],
 )
 def step_tables_kernel(
     cu_seqlens, n_seqs,  # [N+1] i32
     counts,  # [tables] int32: the true number of rows of each table; None: not wanted
-    seq_1, part_1, block_1, n_1,  # [n_1] int32, [n_1] int32
+    seq_1, part_1, factor_1, shift_1, n_1,  # [n_1] int32 twice, ``reciprocal`` of the block size
     ROWS: tl.constexpr,
 ):
     i_b = tl.program_id(0)
     # one schedule's programs after another's: this program's own is the last that begins at i_b or before it
-    seq, part, block, n_rows, number, begin, end = seq_1, part_1, block_1, n_1, 0, 0, _programs(n_1, ROWS)
+    seq, part, factor, shift, n_rows = seq_1, part_1, factor_1, shift_1, n_1
+    number, begin, end = 0, 0, _programs(n_1, ROWS)
     if (i_b >= 0) & (i_b < end):
         count = None if counts is None else counts + number
-        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, block, i_b - begin, n_rows, count, None, ROWS)
+        o_r, b_seq, b_part = _locate(cu_seqlens, n_seqs, factor, shift, i_b - begin, n_rows, count, None, ROWS)
         m_r = o_r < n_rows
         tl.store(seq + o_r, b_seq, mask=m_r)
         tl.store(part + o_r, b_part, mask=m_r)
@@ -131,8 +159,8 @@ def launch(
     programs = (
         max(1, -(-n_1 // ROWS))
     )
-    step_tables_kernel[(programs,)](
+    return step_tables_kernel[(programs,)](
         cu_seqlens, n_seqs, counts,
-        seq_1, part_1, block_1, n_1,
+        seq_1, part_1, *reciprocal(block_1), n_1,
         ROWS=ROWS, num_warps=num_warps, num_stages=num_stages,
     )
