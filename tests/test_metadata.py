@@ -131,7 +131,7 @@ def test_conv_vector(path):
 
 @pytest.mark.parametrize("sequences", [128, 129, 1023, 1024, 1025, 2100])
 def test_more_sequences_than_one_read(path, rng, sequences):
-    """A program reads 128 sequences at once, and skips those before its rows 1,024 at a time; counts around both, and more."""
+    """A program reads 128 sequences at once, and skips those before its rows 1,024 at a time: around both."""
     lengths = torch.randint(0, 3, (sequences,), generator=rng)
     lengths[torch.randint(0, sequences, (3,), generator=rng)] = 200
     check_all(boundaries(lengths.tolist()), 64, [], spare=10)
@@ -144,10 +144,9 @@ def test_many_block_sizes_in_one_launch(path, rng):
 
 @pytest.mark.parametrize("empty", [0.0, 0.9])
 def test_programs_begin_anywhere(path, rng, empty):
-    """Programs skip nothing, part of a read, all of one; groups of empty sequences lie on a program's first row."""
+    """Programs skip nothing, part of a read, all of one."""
     lengths = torch.randint(0, 40, (1500,), generator=rng) * (torch.rand(1500, generator=rng) >= empty)
     lengths[700:860] = 0
-    lengths[::128] = 37  # so many whole parts that sequences begin on the first row of programs
     check_all(boundaries(lengths.tolist()), 16, [37], spare=0)
 
 
@@ -235,6 +234,22 @@ def test_device_boundaries_never_write_out_of_bounds(host, device):
     assert_same(offsets, chunk_table(true, 64)[1].clamp(max=n_chunks))
     for buffer, output in zip(buffers, outputs):
         assert int((buffer != POISON).sum()) == output.numel()
+
+
+@pytest.mark.parametrize("pattern", [[1] * 16 + [0] * 16, [1] * 31 + [97], [0] * 31 + [64]])
+def test_what_programs_skip_ends_on_their_first_row(pattern):
+    """Empty sequences on a program's first row are its own: it writes their offsets, onto poison."""
+    module = dispatch.pick(Spec.make("step_tables", chunk=64, dtype="i32", schedules=1), Problem(1, 1, 1),
+                           dispatch.devices.named("h200")).module
+    cu = boundaries(pattern * 40)
+    (indices, starts), schedule, n_seqs = chunk_table(cu, 64), conv_schedule(cu, 64), len(cu) - 1
+    offsets = torch.full((n_seqs + 1,), POISON, dtype=torch.int64)
+    chunks, seq, part = (torch.full(shape, POISON, dtype=torch.int32) for shape in (indices.shape, *[(len(indices),)] * 2))
+    module.launch(cu, n_seqs, None, offsets, chunks, None, len(chunks), seq, part, 64, len(seq))
+    assert_same(offsets, starts)
+    assert_same(chunks, indices)
+    assert_same(seq, schedule["batch_ptr"])
+    assert_same(part, schedule["token_chunk_offset_ptr"])
 
 
 def test_device_and_host_disagree_through_the_op(path):

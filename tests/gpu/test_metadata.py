@@ -154,7 +154,7 @@ def test_device_boundaries_that_disagree(host, device):
 
 
 def test_no_compilation_for_another_size():
-    """One binary for all N, all lengths and any alignment of the boundaries."""
+    """One binary for all N, all lengths, all block sizes and any alignment of the boundaries."""
     from triton import knobs
 
     dispatch.reset()
@@ -166,8 +166,8 @@ def test_no_compilation_for_another_size():
             host = boundaries([n % 70] * (n + 3))
             cu = host.to(DEVICE)
             for start in range(3):
-                step_tables(cu[start:], host[start:], blocks=[8])
-                step_tables(cu[start:], host[start:], blocks=[96])
+                for block in (1, 8, 96):
+                    step_tables(cu[start:], host[start:], blocks=[block])
     finally:
         knobs.runtime.jit_post_compile_hook = before
     assert len(compiled) <= 1, compiled
