@@ -174,16 +174,28 @@ def pick(spec: Spec, problem: Problem, target: Target) -> Choice:
             refuse(f"the pinned schedule {chosen.name} of {spec.name}", reason, "a schedule that fits the device",
                    "Remove the pin, or see `kdagen explain`.", kind=Unsupported)
         return Choice(Variant(spec, chosen.source_key), chosen, "pinned")
-    if loader.mode() != "default":
-        ranked = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
-        if ranked and ranked[0].rank == 0:
-            return Choice(Variant(spec, ranked[0].schedule.source_key), ranked[0].schedule, ranked[0].why)
     default = family.default(spec, target, problem)
+    if loader.mode() != "default":
+        load = family.load(spec, problem)
+        ranked = rank(spec, load, target, rows_for(target.arch))
+        if ranked and ranked[0].rank == 0 and not _default_is_nearer(spec, load, target, default, ranked[0].row):
+            return Choice(Variant(spec, ranked[0].schedule.source_key), ranked[0].schedule, ranked[0].why)
     reason = unfit(spec, default, target)
     if reason:
         refuse(f"Spec {spec.name}", reason, f"a Spec that family {spec.family} supports on {target.slug} ({target.arch})",
                f"Run: kdagen explain {spec.family} --device {target.slug}", kind=Unsupported)
     return Choice(Variant(spec, default.source_key), default, "default")
+
+
+def _distance(row: table.Row, load: tuple[int, int]) -> int:
+    return max(abs(a - b) for a, b in zip(row.load, table.bucket(load)))
+
+
+def _default_is_nearer(spec: Spec, load: tuple[int, int], target: Target, default: Schedule, row: table.Row) -> bool:
+    """Whether a sweep of this very device left a load to the default that is as near to this one as the row's, or nearer."""
+    kept = [verdict for verdict in rank(spec, load, target, rows_for(target.arch, "swept"))
+            if verdict.rank is not None and verdict.why != "arch" and verdict.schedule == default]
+    return bool(kept) and _distance(kept[0].row, load) <= _distance(row, load)
 
 
 def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[Verdict]]:
@@ -192,6 +204,9 @@ def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[
     verdicts = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
     default = family.default(spec, target, problem)
     choice, why = pick(spec, problem, target), "the family's default rule"
+    if choice.how == "default" and verdicts and verdicts[0].rank == 0:
+        verdicts = [v if v.rank is None else v._replace(rank=None, why="a load as near to this one was left to the default")
+                    for v in verdicts]
     row, measured = _swept(spec, family.load(spec, problem), target, default)
     if row or choice.how == "default":
         why += f"; {measured}"
@@ -205,7 +220,7 @@ def _swept(spec: Spec, load: tuple[int, int], target: Target, default: Schedule)
         if place is None or schedule != default:
             continue
         best = min(row.us, row.next_us or row.us)
-        apart = max(abs(a - b) for a, b in zip(row.load, table.bucket(load)))
+        apart = _distance(row, load)
         away = f" {apart} octave{'s' * (apart > 1)} away" if apart else ""
         where = f"swept{away}" + (f" on {row.env.get('slug')}" if how == "arch" else "")
         found = f"within {row.us / best - 1:.1%} of the fastest" if row.us > best else "the fastest"
@@ -218,7 +233,8 @@ def digest(target: Target | None = None) -> str:
     target = target or devices.machine()
     parts = [str(target), triton_version(), loader.mode(), os.environ.get("KDAGEN_PIN", ""), str(sorted(_pins.items()))]
     root = files.generated_dir()
-    for path in [root / "MANIFEST.json", *sorted((root / "tuned").glob("*.jsonl"))]:
+    tables = [path for kind in ("jsonl", "swept") for path in sorted((root / "tuned").glob(f"*.{kind}"))]
+    for path in [root / "MANIFEST.json", *tables]:
         parts.append(path.read_text() if path.exists() else "")
     parts.append(str(quirks.entries()))
     return sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -280,6 +280,24 @@ def test_explain_tells_what_a_sweep_found_of_the_default(toy, kept, told):  # no
     assert [verdict.why for verdict in verdicts] == [f"the family's default rule; {told}"]
 
 
+@pytest.mark.parametrize("kept, how", [
+    (dict(load=(6, 6)), "default"), (dict(load=(5, 7)), "default"), (dict(load=(8, 6)), "near"),
+    (dict(load=(6, 6), inputs="0" * 64), "near"), (dict(load=(6, 6), slug="h100"), "near"),
+], ids=["nearer", "as near", "farther", "stale", "of another product"])
+def test_a_nearer_load_that_was_left_to_the_default(toy, kept, how):  # noqa: F811
+    """Against a row one octave away: what a sweep found nearest to a load decides, be it a row or the default."""
+    load = table.bucket(families.get("toy").load(spec(), PROBLEM))
+    install(toy, row(TUNED, load=(load[0], load[1] + 1)))
+    assert pick().how == "near"
+    before = dispatch.digest(H200)
+    shift = [a - b for a, b in zip(kept["load"], (5, 6))]
+    install(toy, row(DEFAULT, **kept | {"load": tuple(a + b for a, b in zip(load, shift))}), name="sm90-h200.swept")
+    assert pick().how == how and pick().schedule == (DEFAULT if how == "default" else TUNED)
+    assert dispatch.digest(H200) != before
+    choice, verdicts = dispatch.explain(spec(), PROBLEM, H200)
+    assert choice.how == how and (verdicts[0].rank == 0) == (how == "near")
+
+
 def test_threads_agree(toy):  # noqa: F811
     install(toy, *(row(Schedule.make(bv=bv, warps=1), load=(load, 6)) for bv, load in ((8, 5), (32, 6), (64, 7))))
     problems = [Problem(64, 1, heads) for heads in (16, 32, 64, 128, 256)]

@@ -16,7 +16,7 @@ from kdagen.spec import Flag, Problem, Schedule, Spec, Target
 STRIDES = ("qkv_n", "z_n", "g_n", "beta_n", "o_n", "line_n", "line_c", "pool_n", "index_n", "index_t")
 UNALIGNED = ("beta_n", "index_n", "index_t")  # scalar loads: their strides may be anything
 
-SPLIT, WHOLE = 24, 128  # states: up to SPLIT, programs of 16 columns of V are fastest; above WHOLE, programs of all of V
+SPLIT, WHOLE = 48, 128  # states: up to SPLIT, programs of 16 columns of V are fastest; above WHOLE, programs of all of V
 
 
 def has_forms(spec: Spec) -> bool:

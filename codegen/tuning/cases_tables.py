@@ -40,8 +40,12 @@ class StepTables(Case):
             sizes, given = _tables.bounded_sizes(n_seqs, bound, planned), (0, first, lens, 1, table, 2)
             tables, requests = _write(edges, n_seqs, planned, sizes, True, True, False, given)
             out |= requests._asdict()
+        elif spec.chunk:
+            tables = step_tables(**inputs, chunk_size=spec.chunk, blocks=blocks, rows=True)
         else:
-            tables = step_tables(**inputs, chunk_size=spec.chunk, blocks=blocks, rows=spec.chunk > 0)
+            edges, planned = inputs["cu_seqlens"], _tables.plan(None, *blocks)
+            sizes = _tables.bounded_sizes(len(edges) - 1, inputs["tokens"], planned)
+            tables = _write(edges, len(edges) - 1, planned, sizes, False, True)
         out["counts"] = tables.counts
         if spec.chunk:
             out |= {"indices": tables.chunk_indices, "offsets": tables.chunk_offsets}

@@ -41,7 +41,7 @@ def test_what_is_planned_is_what_the_launch_looks_up(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = Spec.make("rmsnorm", v=128, dtype="bf16")
     schedule = families.get("rmsnorm").default(spec)
-    candidate = [Variant(spec, schedule.source_key).name, 8, 1]
+    candidate = [Variant(spec, schedule.source_key).name, schedule.warps, 1]
     point = {"spec": spec.literal, "problem": [4096, 1, 1]}
     (plan,) = measure.plan(point | {"candidates": [candidate], "compiled": []})
     assert plan.keys() == {"launches"} and len(plan["launches"]) == 1
