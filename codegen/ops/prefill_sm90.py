@@ -58,7 +58,9 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
             return False
         if len(_LAYOUTS) >= MAX_LAYOUTS:
             _LAYOUTS.clear()
-        made = cut or plan(rows, call.longest, call.N, call.HV, segments=not call.batch_invariant)
+        # prepare of a softplus gate takes longer: with many heads, maps beside it cost more than the shorter walk gains
+        may_cut = not call.batch_invariant and (call.kernels.gate == "bounded" or call.HV <= 18)
+        made = cut or plan(rows, call.longest, call.N, call.HV, segments=may_cut)
         layout = _LAYOUTS[key] = Layout(call, made, tiles)
     prefix = matrices(call.kernels.prepare_module, call.q)
     # The workspace is the main stream's, which goes on, here and in a graph, after all work of the other streams: whatever
