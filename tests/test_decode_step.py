@@ -435,9 +435,18 @@ def test_limits_and_names():
     first = Spec.make("decode_step", k=128, v=128, dtype="bf16", k_first=True)
     assert "another order than bv 32" in family.supports(first, Schedule.make(bv=64, regs=0, rows=64, warps=4), None)
     chosen = {}
-    for states in (1, 24, 25, 128, 129, 4096):
+    for states in (1, 48, 49, 128, 129, 4096):
         chosen.setdefault(family.default(spec, None, Problem(states, states, 1)).name, []).append(states)
-    assert chosen == {"bv16_regs0_rows16": [1, 24], "bv32_regs0_rows32": [25, 128], "bv16_regs128_rows128": [129, 4096]}
+    assert chosen == {"bv16_regs0_rows16": [1, 48], "bv32_regs0_rows32": [49, 128], "bv16_regs128_rows128": [129, 4096]}
+
+
+def test_other_head_dims_have_one_form(monkeypatch):
+    monkeypatch.undo()  # every_form
+    family = families.get("decode_step")
+    spec = Spec.make("decode_step", k=64, v=256, dtype="bf16")
+    forms = {family.default(spec, None, Problem(states, states, 1)) for states in (1, 100, 4096)}
+    assert len(forms) == 1 and family.supports(spec, forms.pop(), None) is None
+    assert "for any load" in family.supports(spec, Schedule.make(bv=16, regs=0, rows=128, warps=4), None)
 
 
 @given(k=st.integers(1, 256), v=st.integers(1, 256), k_first=st.booleans(), width=st.sampled_from([2, 3, 4]),
