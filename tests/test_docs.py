@@ -121,7 +121,7 @@ def test_readme_python_runs(tmp_path):
     assert "'family': 'step_tables'" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["targets.py", "plot.py", "accuracy.py"])
+@pytest.mark.parametrize("script", ["targets.py", "plot.py", "accuracy.py", "loop.py"])
 def test_tables_are_what_the_json_says(script):
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"run: python scripts/{script}\n{done.stdout}{done.stderr}"
