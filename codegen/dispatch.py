@@ -195,7 +195,12 @@ def _default_is_nearer(spec: Spec, load: tuple[int, int], target: Target, defaul
     """Whether a sweep of this very device left a load to the default that is as near to this one as the row's, or nearer."""
     kept = [verdict for verdict in rank(spec, load, target, rows_for(target.arch, "swept"))
             if verdict.rank is not None and verdict.why != "arch" and verdict.schedule == default]
-    return bool(kept) and _distance(kept[0].row, load) <= _distance(row, load)
+    def order(one: table.Row) -> tuple[int, int]:
+        a, b = table.triton_minor(one.env.get("triton", "")), table.triton_minor(triton_version())
+        return abs(a[0] - b[0]) * 100 + abs(a[1] - b[1]), _distance(one, load)
+
+    same = row.env.get("slug") == target.slug and row.env.get("sms") == target.sms
+    return any(not same or order(verdict.row) <= order(row) for verdict in kept)
 
 
 def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[Verdict]]:
@@ -204,7 +209,7 @@ def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[
     verdicts = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
     default = family.default(spec, target, problem)
     choice, why = pick(spec, problem, target), "the family's default rule"
-    if choice.how == "default" and verdicts and verdicts[0].rank == 0:
+    if choice.how == "default" and loader.mode() != "default" and verdicts and verdicts[0].rank == 0:
         verdicts = [v if v.rank is None else v._replace(rank=None, why="a load as near to this one was left to the default")
                     for v in verdicts]
     row, measured = _swept(spec, family.load(spec, problem), target, default)

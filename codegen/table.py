@@ -5,8 +5,8 @@ agreed to the bit. Without ``err`` and ``repeat`` it is no row. A row whose ``in
 blocks) is not today's is stale: dispatch skips it, ``kdagen tuned prune`` removes it.
 
 Beside a table lies what else its sweeps found, <arch>-<slug>.swept: rows of the same form that name the default rule's
-schedule, one for each load bucket where no other gained enough to become a tuned row. Dispatch does not read them, explain
-and status do.
+schedule, one for each load bucket where no other gained enough to become a tuned row. Dispatch
+prefers the default to a row that is no nearer to a load than one of them.
 """
 
 from __future__ import annotations

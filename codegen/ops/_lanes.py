@@ -76,10 +76,11 @@ class Constants:
         found = self._made.get(key)
         if found is None:
             return self._first(key, like, make)
-        if found.event is not None and not found.over():
+        event = found.event  # another thread may find it over, and forget it, meanwhile
+        if event is not None and not found.over():
             if torch.cuda.is_current_stream_capturing():
                 return make()
-            found.event.wait()
+            event.wait()
         return found.tensors
 
     def _first(self, key, like: torch.Tensor, make: Callable[[], tuple]) -> tuple:

@@ -92,8 +92,8 @@ def chunk_kda(
     waits for the device: sizes come from ``cu_seqlens_cpu``, the host's copy, or from ``tables``, a step's
     ``step_tables(..., chunk_size=chunk_size, rows=True)``; with neither, a bound serves, and the call can be captured in a
     CUDA graph and replayed with other boundaries (as it can with tables in bounded mode). Tokens of no sequence: o is left
-    as it is. The host's copy is checked in each call, from 0 to T; boundaries on a GPU are taken at their word and not
-    clamped: outside of 0..T they lead out of the tensors.
+    as it is. The host's copy is checked in each call, from 0 to T; boundaries on a GPU are clamped to 0..T in the kernels.
+    A sequence alone starts at 0 (on sm90 its tokens are read from there on, whatever a GPU's boundaries say).
 
     States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16,
     fp16; zeros if None), and with ``output_final_state`` a new fp32 tensor; a sequence without tokens keeps its state. Or
