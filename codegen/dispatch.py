@@ -139,13 +139,22 @@ def unfit(spec: Spec, schedule: Schedule, target: Target) -> str | None:
             or quirks.reason(spec, schedule, target, triton_version()))
 
 
+def _order(row: table.Row, load: tuple[int, int], target: Target) -> tuple[bool, int, int]:
+    """How far what a row measured is from what is asked: (another product, Triton minors apart, octaves of load apart)."""
+    same = row.env.get("slug") == target.slug and row.env.get("sms") == target.sms
+    a, b = table.triton_minor(row.env.get("triton", "")), table.triton_minor(triton_version())
+    distance = max(abs(x - y) for x, y in zip(row.load, table.bucket(load)))
+    return not same, abs(a[0] - b[0]) * 100 + abs(a[1] - b[1]), distance
+
+
 def rank(spec: Spec, load: tuple[int, int], target: Target, rows: tuple[table.Row, ...]) -> list[Verdict]:
     """Every row of the Spec with its verdict; the usable ones first, best first. Independent of the rows' order."""
-    want, usable, lost = table.bucket(load), [], []
+    usable, lost = [], []
     for row in rows:
         if row.spec != spec:
             continue
-        distance = max(abs(a - b) for a, b in zip(row.load, want))
+        order = _order(row, load, target)
+        distance = order[-1]
         if table.is_stale(row):
             lost.append(Verdict(row.schedule, row, None, "stale: the templates changed since it was measured"))
         elif distance > MAX_OCTAVES:
@@ -153,10 +162,7 @@ def rank(spec: Spec, load: tuple[int, int], target: Target, rows: tuple[table.Ro
         elif reason := unfit(spec, row.schedule, target):
             lost.append(Verdict(row.schedule, row, None, reason))
         else:
-            same = row.env.get("slug") == target.slug and row.env.get("sms") == target.sms
-            a, b = table.triton_minor(row.env.get("triton", "")), table.triton_minor(triton_version())
-            apart = abs(a[0] - b[0]) * 100 + abs(a[1] - b[1])
-            usable.append(((not same, apart, distance, row.variant, row.warps, row.stages, row.us), row))
+            usable.append(((*order, row.variant, row.warps, row.stages, row.us), row))
     ranked = []
     for number, (order, row) in enumerate(sorted(usable, key=lambda pair: (pair[0], pair[1].line()))):
         how = "arch" if order[0] else "exact" if order[2] == 0 else "near"
@@ -187,20 +193,16 @@ def pick(spec: Spec, problem: Problem, target: Target) -> Choice:
     return Choice(Variant(spec, default.source_key), default, "default")
 
 
-def _distance(row: table.Row, load: tuple[int, int]) -> int:
-    return max(abs(a - b) for a, b in zip(row.load, table.bucket(load)))
+def _kept(spec: Spec, load: tuple[int, int], target: Target, default: Schedule) -> list[Verdict]:
+    """The loads near this one that a sweep left to this default, best first."""
+    return [verdict for verdict in rank(spec, load, target, rows_for(target.arch, "swept"))
+            if verdict.rank is not None and verdict.schedule == default]
 
 
 def _default_is_nearer(spec: Spec, load: tuple[int, int], target: Target, default: Schedule, row: table.Row) -> bool:
     """Whether a sweep of this very device left a load to the default that is as near to this one as the row's, or nearer."""
-    kept = [verdict for verdict in rank(spec, load, target, rows_for(target.arch, "swept"))
-            if verdict.rank is not None and verdict.why != "arch" and verdict.schedule == default]
-    def order(one: table.Row) -> tuple[int, int]:
-        a, b = table.triton_minor(one.env.get("triton", "")), table.triton_minor(triton_version())
-        return abs(a[0] - b[0]) * 100 + abs(a[1] - b[1]), _distance(one, load)
-
-    same = row.env.get("slug") == target.slug and row.env.get("sms") == target.sms
-    return any(not same or order(verdict.row) <= order(row) for verdict in kept)
+    return any(verdict.why != "arch" and _order(verdict.row, load, target) <= _order(row, load, target)
+               for verdict in _kept(spec, load, target, default))
 
 
 def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[Verdict]]:
@@ -221,11 +223,9 @@ def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[
 
 def _swept(spec: Spec, load: tuple[int, int], target: Target, default: Schedule) -> tuple[table.Row | None, str]:
     """What a sweep found of the default at the nearest load where it was kept, within two octaves; and that in words."""
-    for schedule, row, place, how in rank(spec, load, target, rows_for(target.arch, "swept")):
-        if place is None or schedule != default:
-            continue
+    for _, row, _, how in _kept(spec, load, target, default):
         best = min(row.us, row.next_us or row.us)
-        apart = _distance(row, load)
+        apart = _order(row, load, target)[-1]
         away = f" {apart} octave{'s' * (apart > 1)} away" if apart else ""
         where = f"swept{away}" + (f" on {row.env.get('slug')}" if how == "arch" else "")
         found = f"within {row.us / best - 1:.1%} of the fastest" if row.us > best else "the fastest"
