@@ -12,6 +12,9 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # a worker a core: more threads would wait for each other
+
 SEED = int(os.environ.get("KDAGEN_TEST_SEED") or secrets.randbits(31))
 
 

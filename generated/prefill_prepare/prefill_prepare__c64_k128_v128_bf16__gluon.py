@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   59c658f28a406d77215984350ae4e1c946f19006f09a173944f3ff26362f9290
+# inputs:   60b28bd329311b7185ae450da869d9597a4db61ce40444cc38ccd4a6fe7ba696
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -292,7 +292,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
 
     # 2^b; kx = khat 2^b waits in s_0 for w
     b_e = by_half(b_row * gl.exp2(-c), s_from).to(gl.bfloat16)
-    s_0.store(b_k * b_e)
+    s_kx = view_as(s_0, gl.float16, [64, 128], TILE)
+    s_kx.store((b_k * b_e).to(gl.float16))
     b_row = b_row.to(gl.bfloat16)
     b_kr = operand(b_k * b_row, LEFT_C)
 
@@ -317,13 +318,13 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_aqk.store(b_aqk)
     emit(s_aqk, aqk, row)
 
-    # X = (I + L)^-1; then w = X beta kx and u = X beta v
+    # X = (I + L)^-1; then w = X beta kx, in fp16, as its rows nearly cancel where keys are alike, and u = X beta v
     b_beta_j = gl.convert_layout(b_beta_i, gl.SliceLayout(0, ACC_C))
     s_scratch = view_as(s_3, gl.float16, [2, 64, 64], TILE)
     s_p = view_as(s_1, gl.float16, [2, 64, 64], TILE).index(1)
     b_x = invert(b_l, ri, cj, s_scratch.index(0), s_scratch.index(1), s_p)
-    b_x = operand((b_x * b_beta_j[None, :]).to(gl.bfloat16), LEFT)
-    b_w = warpgroup_mma(b_x, s_0, zero, use_acc=False).to(gl.bfloat16)
+    b_x *= b_beta_j[None, :]
+    b_w = warpgroup_mma(operand(b_x.to(gl.float16), LEFT), s_kx, zero, use_acc=False).to(gl.bfloat16)
     tma.store_wait(1)  # all but Aqk have left
     thread_barrier()
     s_2.store(b_w)
@@ -332,7 +333,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     if valid < 64:
         fill_past_end(s_5, valid, 0.0)
         fence_async_shared()
-    s_4.store(warpgroup_mma(b_x, s_5, zero, use_acc=False).to(gl.bfloat16))
+    s_4.store(warpgroup_mma(operand(b_x.to(gl.bfloat16), LEFT), s_5, zero, use_acc=False).to(gl.bfloat16))
     emit(s_4, u, row)
     tma.store_wait(0)
     s_1._keep_alive()  # until here: nothing may be placed over Aqk while it is copied

@@ -1,22 +1,24 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   23c5db4e934293cfa733a76d9099173983fa19b1f2a16188686b0d10bd6ccc9a
+# inputs:   b074f83cdc219f121bebce8d5fb1dfc71312b96ca99067e08cb3c848e6275278
 
-"""Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, all factors <= 1.
+"""Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, down to leaves of 8 rows.
 
 One program of 4 warps handles one (chunk, value head) in the wgmma accumulator layout; products take the left operand
 from registers and the right one from six 16 KB shared slots, some reused in place as the steps go on:
   s_0  gate (raw, then fp16 log2 decay)      -> khat f of level 16 -> Aqk and scratch of the inverse
   s_1  k                                     -> kx = khat 2^b, right operand of w
   s_2  q -> qg                               -> w
-  s_3  khat f of level 32                    -> scratch of the inverse
+  s_3  gate of the leaves -> khat f of level 32 -> scratch of the inverse
   s_4  kg                                    -> u
   s_5  v, right operand of u
 b is the inclusive prefix sum of the gate in log2 units. Rows i and j, whose numbers differ first in bit s, meet at R, the b
 of the last row of the lower half of their parent of 2 s rows: 2^(b_i - b_j) = 2^(b_i - R) 2^(R - b_j). The exponents are
 products of the gate with constant 0/1 matrices, so no sum refers to a later row than its pair: causal to the bit. Levels
-below 16 touch the four 16x16 blocks on the diagonal only: one warp each, operands in registers.
+below 16 touch the four 16x16 blocks on the diagonal only: one warp each, operands in registers. The pairs of a leaf of 8
+rows share one R, 108 below the b of its first row; there a token's decay is taken as 2^-31 at least, so that both
+factors stay within 2^+-109.
 """
 
 import torch
@@ -149,13 +151,12 @@ def invert(b_l, i, j, s_off, s_x, s_p):
 
 
 @gluon.jit
-def level_products(b_k, b_q, b_f):
-    """The four 16x16 diagonal blocks of (k f)(k f)^T and (q f)(k f)^T, each by the warp that holds its rows."""
+def block_products(b_k, b_q, b_columns):
+    """The four 16x16 diagonal blocks of k columns^T and q columns^T, each by the warp that holds its rows."""
     zero = gl.zeros([4, 16, 16], gl.float32, ACC_16)
-    kf = (b_k * b_f).reshape([4, 16, 128])
-    right = operand(kf.permute([0, 2, 1]), RIGHT_16)
-    qf = (b_q * b_f).reshape([4, 16, 128])
-    return mma_v2(operand(kf, LEFT_16), right, zero), mma_v2(operand(qf, LEFT_16), right, zero)
+    right = operand(b_columns.reshape([4, 16, 128]).permute([0, 2, 1]), RIGHT_16)
+    k, q = b_k.reshape([4, 16, 128]), b_q.reshape([4, 16, 128])
+    return mma_v2(operand(k, LEFT_16), right, zero), mma_v2(operand(q, LEFT_16), right, zero)
 
 
 @gluon.jit
@@ -228,6 +229,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     b_z = gl.maximum((b_p * b_t + gl.maximum(b_z, 0.0)) * slope, -5120.0)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store(b_z.to(gl.float16))
+    s_leaf = view_as(s_3, gl.float16, [64, 128], TILE)
+    s_leaf.store(gl.maximum(b_z, -992.0).to(gl.float16))
 
     # khat = k / |k|, and kg = khat 2^(b_last - b)
     mbarrier.wait(k_landed, 0)
@@ -248,7 +251,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     p_dec = dec + tile.to(gl.int64) * 128 + d[None, :]
     gl.store(p_dec + i_k * 0, b_f, mask=i_k == 63)
     b_f = b_f.to(gl.bfloat16)
-    s_1.store(b_k * b_f)
+    s_kx = view_as(s_1, gl.float16, [64, 128], TILE)
+    s_kx.store((b_k * b_f).to(gl.float16))
 
     # qhat = scale q / |q|, and qg = qhat 2^b
     mbarrier.wait(q_landed, 0)
@@ -260,53 +264,32 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_2.store(b_q * b_f)
     emit(s_2, qg, row)
 
-    # the blocks on the diagonal: rows i = j without a decay, then levels 1, 2, 4, 8
+    # the blocks on the diagonal: leaves of 8 rows by factors 2^(b_i - R) and 2^(R - b_j), then level 8. What the upper
+    # triangle of a product overflows to goes by selection
     i_16 = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, ACC_16)))[None, :, None]
     j_16 = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, ACC_16)))[None, None, :]
     apart = (i_16 ^ j_16) + gl.zeros([4, 16, 16], gl.int32, ACC_16)  # its highest bit tells the level of a pair
-    b_kk16 = gl.zeros([4, 16, 16], gl.float32, ACC_16)
-    b_qk16 = mma_v2(operand(b_q.reshape([4, 16, 128]), LEFT_16),
-                    operand(b_k.reshape([4, 16, 128]).permute([0, 2, 1]), RIGHT_16), b_kk16)
     b_m = load_prefix(prefix + 4096)
-    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_f = warpgroup_mma(b_m, s_leaf, zero + 108.0, use_acc=True)
     b_m = load_prefix(prefix + 8192)
+    b_col = b_k * gl.exp2(b_f * -1.0).to(gl.bfloat16)
     b_f = gl.exp2(b_f).to(gl.bfloat16)
-    kk, qk = level_products(b_k, b_q, b_f)
-    b_kk16 = gl.where(apart >= 1, kk, b_kk16)
-    b_qk16 = gl.where(apart >= 1, qk, b_qk16)
-    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
+    b_kk16, b_qk16 = block_products(b_k * b_f, b_q * b_f, b_col)
+    # nobody reads these: the stores end the products before the next tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
-    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
-    b_m = load_prefix(prefix + 12288)
-    b_f = gl.exp2(b_f).to(gl.bfloat16)
-    kk, qk = level_products(b_k, b_q, b_f)
-    b_kk16 = gl.where(apart >= 2, kk, b_kk16)
-    b_qk16 = gl.where(apart >= 2, qk, b_qk16)
-    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
-    s_kk.store(b_kk16.to(gl.float16))
-    s_qk.store(b_qk16.to(gl.bfloat16))
-    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
+    b_f = gl.exp2(warpgroup_mma(b_m, s_gate, zero, use_acc=False)).to(gl.bfloat16)
     b_m = load_prefix(prefix + 16384)
-    b_f = gl.exp2(b_f).to(gl.bfloat16)
-    kk, qk = level_products(b_k, b_q, b_f)
-    b_kk16 = gl.where(apart >= 4, kk, b_kk16)
-    b_qk16 = gl.where(apart >= 4, qk, b_qk16)
-    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
-    s_kk.store(b_kk16.to(gl.float16))
-    s_qk.store(b_qk16.to(gl.bfloat16))
-    b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
-    b_m = load_prefix(prefix + 24576)
-    b_f = gl.exp2(b_f).to(gl.bfloat16)
-    kk, qk = level_products(b_k, b_q, b_f)
+    b_kf = b_k * b_f
+    kk, qk = block_products(b_kf, b_q * b_f, b_kf)
     b_kk16 = gl.where(apart >= 8, kk, b_kk16)
     b_qk16 = gl.where(apart >= 8, qk, b_qk16)
-    # nobody reads these: the stores end the level's products before the next level's tile fills 64 registers
     s_kk.store(b_kk16.to(gl.float16))
     s_qk.store(b_qk16.to(gl.bfloat16))
+
     # levels 32 and 16: the whole tile
     b_f = warpgroup_mma(b_m, s_gate, zero, use_acc=False)
-    b_m = load_prefix(prefix + 20480)
+    b_m = load_prefix(prefix + 12288)
     b_f = gl.exp2(b_f).to(gl.bfloat16)
     b_kf = b_k * b_f
     s_3.store(b_kf)
@@ -340,13 +323,13 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     s_aqk.store(b_qk.to(gl.bfloat16))
     emit(s_aqk, aqk, row)
 
-    # X = (I + L)^-1; then w = X beta kx and u = X beta v
+    # X = (I + L)^-1; then w = X beta kx, in fp16, as its rows nearly cancel where keys are alike, and u = X beta v
     b_beta_j = gl.convert_layout(b_beta, gl.SliceLayout(0, ACC_C))
     s_scratch = view_as(s_3, gl.float16, [2, 64, 64], TILE)
     s_p = view_as(s_0, gl.float16, [2, 64, 64], TILE).index(1)
     b_x = invert(b_l, ri, cj, s_scratch.index(0), s_scratch.index(1), s_p)
-    b_x = operand((b_x * b_beta_j[None, :]).to(gl.bfloat16), LEFT)
-    b_w = warpgroup_mma(b_x, s_1, zero, use_acc=False).to(gl.bfloat16)
+    b_x *= b_beta_j[None, :]
+    b_w = warpgroup_mma(operand(b_x.to(gl.float16), LEFT), s_kx, zero, use_acc=False).to(gl.bfloat16)
     tma.store_wait(1)  # all but Aqk have left
     thread_barrier()
     s_2.store(b_w)
@@ -355,7 +338,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     if valid < 64:
         fill_past_end(s_5, valid, 0.0)
         fence_async_shared()
-    s_4.store(warpgroup_mma(b_x, s_5, zero, use_acc=False).to(gl.bfloat16))
+    s_4.store(warpgroup_mma(operand(b_x.to(gl.bfloat16), LEFT), s_5, zero, use_acc=False).to(gl.bfloat16))
     emit(s_4, u, row)
     tma.store_wait(0)
     s_0._keep_alive()  # until here: nothing may be placed over Aqk while it is copied
@@ -364,14 +347,15 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     mbarrier.invalidate(q_landed)
     mbarrier.invalidate(v_landed)
 def matrices(device):
-    """[7, C * C] fp16, each in the order STORED, 1 / 32 where a row takes part in a sum: what ``launch`` takes as ``prefix``.
+    """[5, C * C] fp16, each in the order STORED, 1 / 32 where a row takes part in a sum: what ``launch`` takes as ``prefix``.
 
-    First M[i, j] = (j <= i), then for the levels s = 1, 2, 4, 8, 16, 32 the rows between i and the middle of its parent of 2 s.
+    First M[i, j] = (j <= i); then the rows between i and the first of its leaf; then for the levels s = 8, 16, 32 those
+    between i and the middle of its parent of 2 s.
     """
     i = torch.arange(64, device=device)[:, None]
     j = torch.arange(64, device=device)[None, :]
-    found = [j <= i]
-    for s in (1, 2, 4, 8, 16, 32):
+    found = [j <= i, (j > i // 8 * 8) & (j <= i)]
+    for s in (8, 16, 32):
         middle = i // (2 * s) * (2 * s) + s
         found.append(torch.where(i >= middle, (j >= middle) & (j <= i), (j > i) & (j < middle)))
     stored = [(m.half() * 0.03125).reshape(4, 2, 8, 4, 2, 4, 2).permute(3, 0, 2, 5, 4, 1, 6).reshape(-1) for m in found]
