@@ -11,6 +11,32 @@ from kdagen.ops._prefill_cut import HIGH, MAIN, MAPS, SIDE
 
 PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5}  # the state pass and the maps: their programs are placed first
 MAX_CALLS = 1024  # bound calls that a thread remembers on a device
+GRAPH_AT = 4      # the time that a call comes with the same addresses at which it becomes a graph: that costs as much as a
+#                   replay saves in three or four calls, and most calls never come again
+MAX_GRAPHS = 256  # graphs that a thread keeps on a device
+
+Functions = list[tuple[Callable, tuple]]
+
+
+class Bound:
+    """A call bound to its addresses: the C functions that do it, with their arguments; later one graph of them."""
+
+    __slots__ = ("functions", "graph", "times")
+
+    def __init__(self, functions: Functions):
+        self.functions, self.graph, self.times = functions, None, 0
+
+    def run(self, lane: Lanes, bind: Callable[[Lanes], Functions | None]) -> None:
+        """Do the call on the current stream; ``bind(lane)`` gives its functions for another one, to be captured there."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self.graph is not None and not capturing:
+            self.graph.replay()
+            return
+        for function, arguments in self.functions:
+            function(*arguments)
+        self.times += 1
+        if self.times == GRAPH_AT and not capturing:
+            self.graph = lane.graph(bind)
 
 
 class Lanes:
@@ -23,7 +49,8 @@ class Lanes:
         self.device = device
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.events: list[torch.cuda.Event] = []
-        self.calls: dict = {}  # a layout and all addresses -> the C functions to call, with their arguments
+        self.calls: dict[tuple, Bound] = {}  # by layout and all addresses
+        self.graphs = 0
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A stream of _prefill_cut's names: the current one, or one of the thread's own."""
@@ -33,6 +60,29 @@ class Lanes:
         if found is None:
             found = self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITY[name])
         return found
+
+    def keep(self, key: tuple, bound: Bound) -> None:
+        if len(self.calls) >= MAX_CALLS:
+            self.calls.clear()
+            self.graphs = 0
+        self.calls[key] = bound
+
+    def graph(self, bind: Callable[[Lanes], Functions | None]) -> torch.cuda.CUDAGraph | None:
+        """What ``bind(self)`` gives for the stream it is called on, as a graph to be replayed on any; None once there are
+        many. Nothing is allocated in it and nothing runs yet; other threads may go on meanwhile."""
+        if self.graphs >= MAX_GRAPHS:
+            return None
+        made = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.streams.setdefault("graph", torch.cuda.Stream(self.device))):
+            functions = bind(self)
+            if functions is None:
+                return None
+            made.capture_begin(capture_error_mode="thread_local")
+            for function, arguments in functions:
+                function(*arguments)
+            made.capture_end()
+        self.graphs += 1
+        return made
 
     def event(self, index: int) -> torch.cuda.Event:
         while index >= len(self.events):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from kdagen import devices, dispatch, families
 from kdagen.launch import knobs
 from kdagen.ops import _prefill_cut as cutting
-from kdagen.ops._lanes import MAX_CALLS, Lanes, lanes
+from kdagen.ops._lanes import Bound, Functions, Lanes, lanes
 from kdagen.ops._prefill_cut import C, Combine, K, Maps, Plan, Prepare, Record, V, Wait, Walk, plan
 from kdagen.ops._tensor_maps import MapKernel, kind, token_tiles
 from kdagen.spec import Problem, Variant
@@ -69,17 +69,15 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
     lane, main = lanes(layout.device), torch._C._cuda_getCurrentRawStream(layout.device)
     key = (layout, main, memory.data_ptr(), prefix.data_ptr(), *addresses)
     bound = lane.calls.get(key)
+    once = partial(Once, layout, call, memory, prefix, addresses)
     if bound is None or _hooked():
-        once = Once(layout, call, memory, prefix, addresses)
-        bound = None if _hooked() else once.bind(lane)
-        if bound is None:
-            once.launch(lane)
+        functions = None if _hooked() else once().bind(lane)
+        if functions is None:
+            once().launch(lane)
             return True
-        if len(lane.calls) >= MAX_CALLS:
-            lane.calls.clear()
-        lane.calls[key] = bound
-    for function, arguments in bound:
-        function(*arguments)
+        bound = Bound(functions)
+        lane.keep(key, bound)
+    bound.run(lane, lambda lane: once().bind(lane))
     return True
 
 
@@ -161,7 +159,7 @@ class Once:
         self.inputs, self.beside, self.tables, self.states = (
             addresses[:4], addresses[4:8], addresses[8:11], addresses[11:])
 
-    def bind(self, lane: Lanes) -> list[tuple[Callable, tuple]] | None:
+    def bind(self, lane: Lanes) -> Functions | None:
         """The C functions that do this call, with their arguments; None where a kernel is not compiled yet."""
         bound = []
         for step in self.layout.steps:

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   60b28bd329311b7185ae450da869d9597a4db61ce40444cc38ccd4a6fe7ba696
+# inputs:   120ec28d444b377eece7e34690d5c2f6ec210502c3d93e78c5c66f2ae15bef79
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -75,6 +75,20 @@ def fill_past_end(slot, valid, value):
 def operand(x, layout: gl.constexpr):
     """An accumulator as the left operand of a product: the same registers, which ``assert_trivial`` proves."""
     return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def fp32_of(x):
+    """bf16 to fp32, a pair in two instructions (the compiler takes three)."""
+    return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2)
+
+
+@gluon.jit
+def fp16_of(x):
+    """bf16 to fp16, a pair in three instructions."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 lo, hi; shl.b32 lo, $1, 16; and.b32 hi, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, hi, lo; }",
+        "=r,r", [x], gl.float16, True, 2)
 
 
 @gluon.jit
@@ -162,14 +176,10 @@ HALVES = gl.constexpr(gl.DistributedLinearLayout(
 
 
 @gluon.jit
-def by_half(x, s_pair, TWICE: gl.constexpr = False):
-    """A tile times a pair of vectors [2, K], the first for the rows of the upper half, the second for the lower; or twice so."""
-    y = gl.convert_layout(x.reshape([2, 32, 128]), HALVES, assert_trivial=True)
-    pair = view_as(s_pair, gl.float32, [2, 1, 128], FLAT_3).load(HALVES)
-    y = y * pair
-    if TWICE:
-        y = y * pair
-    return gl.convert_layout(y.reshape([64, 128]), ACC, assert_trivial=True)
+def by_half(s_pair):
+    """A pair of vectors [2, K] as a tile [C, K]: the first in the rows of the upper half, the second in those of the lower."""
+    pair = view_as(s_pair, s_pair.dtype, [2, 1, 128], FLAT_3).load(HALVES).broadcast_to([2, 32, 128])
+    return gl.convert_layout(pair.reshape([64, 128]), ACC, assert_trivial=True)
 
 
 @gluon.jit
@@ -222,14 +232,14 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     row = tile * 64
     b_prefix = load_prefix(prefix)
     s_sum = gl.allocate_shared_memory(gl.float16, [8, 64], TILE)   # row 0 adds up the upper half, row 1 the lower
-    s_across = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)  # vectors for the rows of each half: see below
-    s_from = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)
-    s_last = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    s_origin = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)  # vectors for the rows of each half: see below
+    s_last = gl.allocate_shared_memory(gl.float32, [2, 128], FLAT)
+    s_from = gl.allocate_shared_memory(gl.bfloat16, [2, 128], FLAT)
+    s_across = gl.allocate_shared_memory(gl.bfloat16, [2, 128], FLAT)
     i_s = gl.arange(0, 8, gl.SliceLayout(1, SUMS))[:, None]
     i_r = gl.arange(0, 64, gl.SliceLayout(0, SUMS))[None, :]
     s_sum.store(gl.where(i_r // 32 == i_s, 1.0, 0.0).to(gl.float16))
-    s_across.index(1).store(gl.full([128], 1.0, gl.float32, VECTOR))
-    s_from.index(0).store(gl.full([128], 1.0, gl.float32, VECTOR))
+    s_from.index(0).store(gl.full([128], 1.0, gl.bfloat16, VECTOR))
     i = gl.arange(0, 64, gl.SliceLayout(1, ACC_C))
     j = gl.arange(0, 64, gl.SliceLayout(0, ACC_C))
     p_beta = beta + i_t.to(gl.int64) * stride_beta_t + i_h * stride_beta_h
@@ -252,7 +262,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     if valid < 64:
         fill_past_end(s_0, valid, -1e30)
     a = -1.0 / (lower_bound * 1.4426950408889634)
-    root = gl.rsqrt(gl.exp2(s_0.load(ACC).to(gl.float32) * slope + b_bias[None, :]) * a + a)
+    root = gl.rsqrt(gl.exp2(fp32_of(s_0.load(ACC)) * slope + b_bias[None, :]) * a + a)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store((root * (root * -1.0)).to(gl.float16))  # a negation by 0 - x would be one instruction more
 
@@ -262,7 +272,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
         fill_past_end(s_1, valid, 0.0)
     b_k = s_1.load(ACC)
     if USE_L2NORM:
-        k_f = b_k.to(gl.float32)
+        k_f = fp32_of(b_k)
         b_k = (k_f * gl.rsqrt(gl.sum(k_f * k_f, axis=1) + 1e-6)[:, None]).to(gl.bfloat16)
     fence_async_shared()
 
@@ -273,33 +283,40 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     i_s = gl.arange(0, 8, gl.SliceLayout(0, ACC_V))[None, :]
     b_upper = gl.sum(gl.where(i_s == 0, b_sums, 0.0), axis=1)
     b_lower = gl.sum(gl.where(i_s == 1, b_sums, 0.0), axis=1)
-    s_across.index(0).store(gl.exp2(b_upper * 0.5))  # twice this: F -> F' of an upper row; at once it could underflow
-    s_from.index(1).store(gl.exp2(b_upper))          # 2^(b - R - c) -> 2^b of a lower row
-    s_last.store(gl.exp2(b_lower + c))               # 2^F' -> 2^(b_last - b)
+    b_r = (b_upper - 0.5).to(gl.int32).to(gl.float32)  # the lower half's R: whole, so that 2^R is exact in bf16
+    b_r2 = (b_r * 0.5).to(gl.int32).to(gl.float32)
+    s_from.index(1).store(gl.exp2(b_r).to(gl.bfloat16))         # 2^(b - R) -> 2^b of a lower row
+    s_across.index(0).store(gl.exp2(b_r2).to(gl.bfloat16))      # both: F -> F' of an upper row; at once it could underflow
+    s_across.index(1).store(gl.exp2(b_r - b_r2).to(gl.bfloat16))
+    s_origin.index(0).store(gl.zeros([128], gl.float32, VECTOR) - c)
+    s_origin.index(1).store(b_r - b_upper - c)
+    b_r2 = gl.exp2((b_upper + b_lower + c) * 0.5)
+    s_last.index(0).store(b_r2 * b_r2)                          # 2^F -> 2^(b_last - b), by halves of the rows
+    s_last.index(1).store(gl.exp2(b_upper + b_lower - b_r + c))
     p_dec = dec + tile.to(gl.int64) * 128 + gl.arange(0, 128, VECTOR)
     gl.store(p_dec, gl.exp2(b_upper + b_lower))      # the chunk's decay
 
-    # F = R - b: column factors 2^F, row factors 2^-F. F': the columns of the upper half as the rows of the lower see them,
-    # from which also kg = khat 2^(b_last - b): where it underflows, later rows of the channel weigh 2^15 times as much
-    b_f = warpgroup_mma(b_prefix, s_gate, zero - c, use_acc=True)
+    # F = R - b - c: column factors 2^F, row factors 2^-F. kg = khat 2^(b_last - b); the columns of the upper half as the
+    # rows of the lower see them: where those underflow, later rows of the channel weigh 2^15 times as much
+    b_f = warpgroup_mma(b_prefix, s_gate, by_half(s_origin), use_acc=True)
     b_col = gl.exp2(b_f)
-    b_row = gl.exp2(b_f * -1.0)
-    s_1.store(b_k * b_col.to(gl.bfloat16))
-    b_col = by_half(b_col, s_across, True)
-    s_3.store(b_k * b_col.to(gl.bfloat16))
-    s_4.store(b_k * (b_col * s_last.load(gl.SliceLayout(0, ACC))[None, :]).to(gl.bfloat16))
+    b_row = gl.exp2(b_f * -1.0).to(gl.bfloat16)
+    s_4.store(b_k * (b_col * by_half(s_last)).to(gl.bfloat16))
     emit(s_4, kg, row)
+    b_kc = b_k * b_col.to(gl.bfloat16)
+    s_1.store(b_kc)
+    b_kc *= s_across.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+    s_3.store(b_kc * s_across.index(1).load(gl.SliceLayout(0, ACC))[None, :])
 
-    # 2^b; kx = khat 2^b waits in s_0 for w
-    b_e = by_half(b_row * gl.exp2(-c), s_from).to(gl.bfloat16)
+    # 2^b, exact multiples of the row factors; kx = khat 2^b waits in s_0 for w
+    b_e = b_row * gl.exp2(-c).to(gl.bfloat16) * by_half(s_from)
     s_kx = view_as(s_0, gl.float16, [64, 128], TILE)
-    s_kx.store((b_k * b_e).to(gl.float16))
-    b_row = b_row.to(gl.bfloat16)
+    s_kx.store(fp16_of(b_k * b_e))
     b_kr = operand(b_k * b_row, LEFT_C)
 
     # qhat = scale q / |q|, and qg = qhat 2^b
     mbarrier.wait(q_landed, 0)
-    q_f = s_2.load(ACC).to(gl.float32)
+    q_f = fp32_of(s_2.load(ACC))
     if USE_L2NORM:
         b_q = (q_f * (gl.rsqrt(gl.sum(q_f * q_f, axis=1) + 1e-6) * scale)[:, None]).to(gl.bfloat16)
     else:

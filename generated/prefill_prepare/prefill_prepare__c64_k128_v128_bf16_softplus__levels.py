@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   b074f83cdc219f121bebce8d5fb1dfc71312b96ca99067e08cb3c848e6275278
+# inputs:   2ae286fada0a83be5e72eea97907086443729c50371e15e2a9e587b025c91674
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, down to leaves of 8 rows.
 
@@ -77,6 +77,20 @@ def fill_past_end(slot, valid, value):
 def operand(x, layout: gl.constexpr):
     """An accumulator as the left operand of a product: the same registers, which ``assert_trivial`` proves."""
     return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def fp32_of(x):
+    """bf16 to fp32, a pair in two instructions (the compiler takes three)."""
+    return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2)
+
+
+@gluon.jit
+def fp16_of(x):
+    """bf16 to fp16, a pair in three instructions."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 lo, hi; shl.b32 lo, $1, 16; and.b32 hi, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, hi, lo; }",
+        "=r,r", [x], gl.float16, True, 2)
 
 
 @gluon.jit
@@ -220,7 +234,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     mbarrier.wait(g_landed, 0)
     if valid < 64:
         fill_past_end(s_0, valid, -1e30)
-    b_z = s_0.load(ACC).to(gl.float32) * 1.4426950408889634 + b_bias[None, :]
+    b_z = fp32_of(s_0.load(ACC)) * 1.4426950408889634 + b_bias[None, :]
     b_t = gl.exp2(-gl.abs(b_z))
     b_p = b_t * 0.05965154990553856 + -0.22711944580078125
     b_p = b_p * b_t + 0.44189882278442383
@@ -238,7 +252,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
         fill_past_end(s_1, valid, 0.0)
     b_k = s_1.load(ACC)
     if USE_L2NORM:
-        k_f = b_k.to(gl.float32)
+        k_f = fp32_of(b_k)
         b_k = (k_f * gl.rsqrt(gl.sum(k_f * k_f, axis=1) + 1e-6)[:, None]).to(gl.bfloat16)
     fence_async_shared()
     b_f = warpgroup_mma(0.03125 - b_prefix, s_gate, zero, use_acc=False)
@@ -252,11 +266,11 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     gl.store(p_dec + i_k * 0, b_f, mask=i_k == 63)
     b_f = b_f.to(gl.bfloat16)
     s_kx = view_as(s_1, gl.float16, [64, 128], TILE)
-    s_kx.store((b_k * b_f).to(gl.float16))
+    s_kx.store(fp16_of(b_k * b_f))
 
     # qhat = scale q / |q|, and qg = qhat 2^b
     mbarrier.wait(q_landed, 0)
-    q_f = s_2.load(ACC).to(gl.float32)
+    q_f = fp32_of(s_2.load(ACC))
     if USE_L2NORM:
         b_q = (q_f * (gl.rsqrt(gl.sum(q_f * q_f, axis=1) + 1e-6) * scale)[:, None]).to(gl.bfloat16)
     else:

@@ -256,6 +256,37 @@ def test_threads_on_streams_of_their_own(rng, cut):
             assert torch.equal(out, want[0]) and torch.equal(state, want[1])
 
 
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_call_that_comes_again_becomes_a_graph(rng, cut):
+    """Same addresses: the same bits from the graph, on the caller's stream, beside other calls and inside a capture."""
+    call, other = (make_call(inputs(rng, 64 * 24, 4), [64 * 24]) for _ in range(2))
+    wanted = [tuple(t.clone() for t in run(one, cut)) for one in (call, other)]
+    lane = _lanes.lanes(0)
+    lane.calls.clear()
+    lane.graphs = 0
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(_lanes.GRAPH_AT + 2):
+            poison(call)
+            assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(wanted[0][0], call.out) and torch.equal(wanted[0][1], call.h_out)
+    assert lane.graphs == 1
+    for one, (out, state) in zip((other, call), (wanted[1], wanted[0])):
+        poison(one)
+        run(one, cut)
+        assert torch.equal(out, one.out) and torch.equal(state, one.h_out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
+    poison(call)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(wanted[0][0], call.out) and torch.equal(wanted[0][1], call.h_out)
+
+
 def test_what_follows_on_the_stream_waits_for_the_other_streams(rng):
     """The workspace goes back to the allocator at once: what takes it up must come after all that still uses it."""
     x = inputs(rng, 64 * 24, 4)
