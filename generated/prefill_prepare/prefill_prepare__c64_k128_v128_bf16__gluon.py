@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   120ec28d444b377eece7e34690d5c2f6ec210502c3d93e78c5c66f2ae15bef79
+# inputs:   39c804e2912831cbf0e5854c093eb5b72ac4ef9ce09cfe45438c4d801f687429
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -13,10 +13,11 @@ from registers and the right one from six 16 KB shared slots, some reused in pla
   s_3  khat 2^F'                             -> scratch of the inverse
   s_4  kg                                    -> u
   s_5  v, right operand of u
-b is the inclusive prefix sum of the gate in log2 units. The pair (i, j) takes its decay 2^(b_i - b_j) as 2^(b_i - R)
-2^(R - b_j), with R = -c for rows i of the upper half and b_31 - c for the lower half: no row refers to a later one, so
-results are causal to the bit. One product with a 0/-1 matrix gives F = R - b for all rows; every other decay (2^b, that of
-kg, that of the upper rows as the lower half sees them) is 2^F or 2^-F times a vector over the channels.
+b is the inclusive prefix sum of the gate in log2 units. The pair (i, j) takes its decay 2^(b_i - b_j) as 2^(b_i - R + c)
+2^(R - b_j - c): R = 0 for rows i of the upper half, b_31 rounded to a whole number for the lower half, c a whole middle
+of a half's range. No row refers to a later one, so results are causal to the bit. One product with a 0/-1 matrix gives
+F = R - b - c for all rows; every other decay (2^b, that of kg, that of the upper rows as the lower half sees them) is 2^F
+or 2^-F times a vector over the channels, and a power of two, exact in bf16, where it meets a rounded factor.
 """
 
 import torch

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   2ae286fada0a83be5e72eea97907086443729c50371e15e2a9e587b025c91674
+# inputs:   f830f00a36a0e06e6530bea371de1911a23fae64abd205ae24e79af101871ef9
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, down to leaves of 8 rows.
 

@@ -27,17 +27,23 @@ LENGTHS = [70, 0, 331, 9, 64]
 LIMITS = {  # class -> (o, final state) in bf16
     "bounded": (6e-3, 2e-3), "softplus": (6e-3, 2e-3), "rand": (6e-3, 2e-3), "mask": (6e-3, 2e-3), "mixed": (6e-3, 2e-3),
     "bound": (6e-3, 4e-3), "slow": (6e-3, 4e-3), "zero": (6e-3, 4e-3), "steep raw": (6e-3, 4e-3), "flat raw": (6e-3, 4e-3),
-    "equal": (1.5e-2, 1e-2), "equal raw": (1.5e-2, 1e-2),
+    "equal": (1.5e-2, 1e-2), "equal raw": (1.5e-2, 1e-2), "steep softplus": (6e-3, 4e-3), "wild softplus": (6e-3, 4e-3),
 }
 
 
 def make(rng, name="bounded", *, lengths=LENGTHS, K=128, V=128, H=2, HV=None, dtype=BF16):
-    """(tensors, options) on the device; the raw classes drive the bounded gate to -5, to 0, or keys to equality."""
-    raw = name.endswith("raw")
-    tensors, options = kda(rng, "bounded" if raw else name, T=sum(lengths), sequences=len(lengths), H=H, HV=HV, K=K, V=V,
+    """(tensors, options) on the device; the raw classes drive the bounded gate to -5, to 0, or keys to equality, and the
+    softplus gate to hundreds of nats a token, on every token or on some at random."""
+    raw, soft = name.endswith("raw"), name.endswith("softplus")
+    tensors, options = kda(rng, "bounded" if raw else "softplus" if soft else name, T=sum(lengths), sequences=len(lengths), H=H, HV=HV, K=K, V=V,
                            dtype=dtype)
     if raw:
         tensors["g"] = torch.full_like(tensors["g"], 300.0 if name == "steep raw" else -300.0)
+    if name == "steep softplus":
+        tensors["g"] = torch.full_like(tensors["g"], 60.0)
+    if name == "wild softplus":
+        g, dice = tensors["g"], torch.rand(tensors["g"].shape, generator=rng)
+        tensors["g"] = torch.where(dice < 0.2, 60.0, torch.where(dice < 0.6, -60.0, g)).to(g.dtype)
     if name == "equal raw":
         one = torch.randn(1, 1, H, K, generator=rng)
         tensors["k"] = (one + 0.02 * torch.randn(tensors["k"].shape, generator=rng)).to(dtype)
@@ -107,7 +113,7 @@ def test_other_dtypes(rng, dtype, limit, name):
 
 
 @pytest.mark.parametrize("which", ["default", "portable"])
-@pytest.mark.parametrize("name", ["bounded", "softplus", "mixed", "zero"])
+@pytest.mark.parametrize("name", ["bounded", "softplus", "mixed", "zero", "wild softplus"])
 def test_causal_to_the_bit(rng, name, which):
     """Later tokens of a sequence change, or are cut off: not one bit of the earlier outputs changes."""
     tensors, options = make(rng, name, lengths=[200])
@@ -401,3 +407,24 @@ def test_it_is_the_intended_kernel(rng):
         tensors, _ = make(rng, name, lengths=[64])
         chosen = prefill_plan.choose(tensors["q"], 128, 128, 64, name, prefill_plan.INVARIANT)
         assert chosen.hopper and {"form": wanted} == chosen.prepare_module.SCHEDULE
+
+
+@pytest.mark.parametrize("edges", [[0, 70, 60, 200, 999], [-50, 90, 90, 150], [0, 999], [-7, 130]])
+@pytest.mark.parametrize("name", ["bounded", "softplus"])
+def test_wild_boundaries_on_the_device(rng, name, edges):
+    """Nobody checks them: clamped in the kernels, nothing outside of out and of the named slots is written."""
+    T, room, N = 200, 64, len(edges) - 1
+    tensors, options = make(rng, name, lengths=[T, *[0] * (N - 1)])
+    del tensors["initial_state"]
+    guarded = {x: torch.full((1, T + 2 * room, *t.shape[2:]), 0.0, dtype=t.dtype, device="cuda") for x, t in tensors.items()}
+    for x, wide in guarded.items():
+        wide[:, room:-room] = tensors[x]
+    out = torch.full_like(guarded["v"], 7.0)
+    pool = torch.full((2 * N + 3, 2, 128, 128), 7.0, device="cuda")
+    slots = torch.arange(1, N + 1, dtype=torch.int32, device="cuda")
+    chunk_kda(**{x: wide[:, room:-room] for x, wide in guarded.items()}, **options, out=out[:, room:-room],
+              cu_seqlens=torch.tensor(edges, dtype=torch.int32, device="cuda"), state_pool=pool, write_slots=slots,
+              checkpoint_offsets=torch.full_like(slots, 64), checkpoint_slots=slots + N + 1)
+    torch.cuda.synchronize()
+    assert (out[:, :room] == 7).all() and (out[:, -room:] == 7).all()
+    assert (pool[[0, N + 1, 2 * N + 2]] == 7).all() and (pool[slots.long()] != 7).any()
