@@ -35,8 +35,8 @@ def make(rng, name="bounded", *, lengths=LENGTHS, K=128, V=128, H=2, HV=None, dt
     """(tensors, options) on the device; the raw classes drive the bounded gate to -5, to 0, or keys to equality, and the
     softplus gate to hundreds of nats a token, on every token or on some at random."""
     raw, soft = name.endswith("raw"), name.endswith("softplus")
-    tensors, options = kda(rng, "bounded" if raw else "softplus" if soft else name, T=sum(lengths), sequences=len(lengths), H=H, HV=HV, K=K, V=V,
-                           dtype=dtype)
+    base = "bounded" if raw else "softplus" if soft else name
+    tensors, options = kda(rng, base, T=sum(lengths), sequences=len(lengths), H=H, HV=HV, K=K, V=V, dtype=dtype)
     if raw:
         tensors["g"] = torch.full_like(tensors["g"], 300.0 if name == "steep raw" else -300.0)
     if name == "steep softplus":
