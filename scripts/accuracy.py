@@ -76,10 +76,12 @@ def measure(budget_s: float, keep: Callable[[dict], None], seed: int = 0) -> dic
     data = {"section": "accuracy", "environment": environment(), "rows": [],
             "conditions": {"lengths": LENGTHS, "heads": HEADS, "K": K, "V": V, "seed": seed, "oracle": "chunk form, fp64"}}
 
-    def note(op: str, who: str, name: str, dtype, found: tuple, o, state) -> None:
-        data["rows"].append({"section": "accuracy", "op": op, "case": name, "who": who, "dtype": str(dtype)[6:],
-                             "err": relative(found[0], o), "state_err": relative(found[1][LIVE], state[LIVE])})
-        print("{op:20} {who:7} {dtype:9} {case:9} {err:.1e} {state_err:.1e}".format(**data["rows"][-1]), flush=True)
+    def note(op: str, implementation: str, name: str, dtype, found: tuple, o, state) -> None:
+        data["rows"].append({"section": "accuracy", "op": op, "case": name, "implementation": implementation,
+                             "dtype": str(dtype)[6:], "error": relative(found[0], o),
+                             "state_error": relative(found[1][LIVE], state[LIVE])})
+        told = "{op:20} {implementation:7} {dtype:9} {case:9} {error:.1e} {state_error:.1e}"
+        print(told.format(**data["rows"][-1]), flush=True)
         keep(data)
 
     for name, dtype, tensors, options, o, state in inputs_of(seed):
@@ -119,7 +121,7 @@ def fla(tensors: dict, options: dict, edges):
 
 def table(data: dict) -> str:
     """The errors as a markdown table, output then state."""
-    found = {(row["case"], row["op"], row["who"], row["dtype"]): row for row in data["rows"]}
+    found = {(row["case"], row["op"], row["implementation"], row["dtype"]): row for row in data["rows"]}
     chunk, step = "chunk_kda", "fused_recurrent_kda"
     columns = [(chunk, "kdagen", "bfloat16"), (chunk, "fla", "bfloat16"), (chunk, "kdagen", "float16"),
                (chunk, "kdagen", "float32"), (step, "kdagen", "bfloat16"), (step, "kdagen", "float16"),
@@ -130,11 +132,11 @@ def table(data: dict) -> str:
     out = [f"| inputs | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for name, words in ((name, words) for name, words in CLASSES.items() if any(key[0] == name for key in found)):
         cells = [found.get((name, *column)) for column in columns]
-        errors = [f"{cell['err']:.1e} / {cell['state_err']:.1e}" if cell else "" for cell in cells]
+        errors = [f"{cell['error']:.1e} / {cell['state_error']:.1e}" if cell else "" for cell in cells]
         out.append(f"| {words} | {' | '.join(errors)} |")
     env, at = data["environment"], data["conditions"]
-    peers = ", ".join(f"{who} {env['peers'].get(who, '')}" for who in dict.fromkeys(row["who"] for row in data["rows"])
-                      if who != "kdagen") or "none"
+    others = dict.fromkeys(row["implementation"] for row in data["rows"] if row["implementation"] != "kdagen")
+    peers = ", ".join(f"{who} {env['peers'].get(who, '')}" for who in others) or "none"
     lengths = ", ".join(map(str, at["lengths"]))
     return "\n".join([
         *out, "", "Relative error of the output / of the final state (of the sequences with tokens) against the chunk form "

@@ -49,7 +49,8 @@ def run_section(name: str, budget_s: float, peers: tuple[str, ...],
     takes = inspect.signature(module.run).parameters
     rows = module.run(budget_s, **{key: value for key, value in (("peers", peers), ("keep", keep)) if key in takes})
     for one in rows:
-        complete = {"section", "case", "who"} <= one.keys() and ({"us", "how"} <= one.keys() or "skipped" in one)
+        needed = {"section", "case", "op", "implementation"}
+        complete = needed <= one.keys() and ({"us", "how"} <= one.keys() or "skipped" in one)
         if not complete or one["section"] != name:
             raise ValueError(f"section {name} made the row {one}, expected what bench.common.row or skipped make")
     return rows
@@ -58,15 +59,16 @@ def run_section(name: str, budget_s: float, peers: tuple[str, ...],
 def show(console: Console, name: str, rows: list[dict], took: float) -> None:
     """The section's rows as a table."""
     grid = Table(title=f"{name} ({took:.0f} s)", title_justify="left", box=None)
-    for column in ("case", "who", "how", "us", "p20-p80", "floor", "share", "TB/s", "error"):
-        grid.add_column(column, justify="left" if column in ("case", "who", "how") else "right")
+    words = ("case", "implementation", "how")
+    for column in (*words, "us", "p20-p80", "floor", "share", "TB/s", "error"):
+        grid.add_column(column, justify="left" if column in words else "right")
     for one in rows:
         if "skipped" in one:
-            grid.add_row(one["case"], one["who"], "", f"[dim]{one['skipped']}[/dim]")
+            grid.add_row(one["case"], one["implementation"], "", f"[dim]{one['skipped']}[/dim]")
             continue
         floor = [f"{one['floor_us']:.1f}", f"{one['share']:.0%}", f"{one['tb_s']:.2f}"] if "floor_us" in one else [""] * 3
-        grid.add_row(one["case"], one["who"], one["how"], f"{one['us']:.2f}", f"{one['p20']:.2f}-{one['p80']:.2f}", *floor,
-                     f"{one['err']:.1e}" if "err" in one else "")
+        grid.add_row(one["case"], one["implementation"], one["how"], f"{one['us']:.2f}",
+                     f"{one['p20']:.2f}-{one['p80']:.2f}", *floor, f"{one['error']:.1e}" if "error" in one else "")
     console.print(grid)
 
 

@@ -30,7 +30,7 @@ OTHERS = ("#7c3aed", "#a16207", "#be185d", "#4d7c0f")
 
 
 class Figure(NamedTuple):
-    """One picture: rows of a section, lines a ``who``, a panel a value of ``panel``."""
+    """One picture: rows of a section, a line an implementation, a panel a value of ``panel``."""
 
     name: str
     section: str
@@ -51,10 +51,11 @@ FIGURES = (
            only={"seqs": 1, "driver": "schedule"}),
     Figure("conv-update-bandwidth", "conv", "tb_s", "seqs", ("op", "channels"), "sequences in the batch",
            only=PLAIN | {"op": "causal_conv1d_update"}),
-    Figure("metadata-host", "metadata", "us", "seqs", ("op",), "sequences in the batch", "host"),
+    Figure("metadata-host", "metadata", "us", "seqs", ("tables",), "sequences in the batch", "host"),
     Figure("layer-time", "layer", "us", "batch", ("heads",), "sequences in the batch"),
 )
-WORDS = {"heads": "H = {}", "channels": "{} channels", "op": "{}"}
+WORDS = {"heads": "H = {}", "channels": "{} channels", "op": "{}", "tables": "{}"}
+SAY_OP = ("decode", "conv")  # sections whose cases are told with their op
 
 
 def read(folder: Path) -> dict[str, dict]:
@@ -95,10 +96,10 @@ def table(data: dict) -> str:
     Where peers ran, our time in a graph stands beside theirs, measured in turn; what ours took alone has its own column.
     """
     lines: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    alone = {(row["case"], row.get("op", ""), "graph"): row for row in timed(data["rows"], ALONE)}
+    alone = {(row["case"], row["op"], "graph"): row for row in timed(data["rows"], ALONE)}
     for row in timed(data["rows"]):
         if row["how"] != ALONE:
-            lines[(row["case"], row.get("op", ""), row["how"])][row["who"]] = row
+            lines[(row["case"], row["op"], row["how"])][row["implementation"]] = row
     beside = {line: by for line, by in lines.items() if "kdagen" not in by}  # yardsticks: told under the table
     lines = {line: by for line, by in lines.items() if line not in beside}
     names, ours = in_order(who for by in lines.values() for who in by), "kdagen"
@@ -108,12 +109,11 @@ def table(data: dict) -> str:
     out = [f"| {' | '.join(head)} |", f"|{'---|' * 2}{'---:|' * (len(head) - 2)}"]
     for (case, op, how), by in lines.items():
         mine = by.get(ours)
-        label = case if not op or op in case else f"{case}, {op}"
-        cells = [label, how, *(spread(by[who]) if who in by else "" for who in names)]
+        cells = [label_of(data["section"], case, op), how, *(spread(by[who]) if who in by else "" for who in names)]
         cells += [number(alone[case, op, how]["us"]) if (case, op, how) in alone else "" for _ in by_itself]
         cells += [number(mine["floor_us"]), f"{mine['share']:.0%}"] if mine and "floor_us" in mine else ["", ""]
         cells += [f"{by[who]['us'] / mine['us']:.2f}x" if mine and who in by else "" for who in names[1:]]
-        cells.append(f"{mine['err']:.1e}" if mine and "err" in mine else "")
+        cells.append(f"{mine['error']:.1e}" if mine and "error" in mine else "")
         out.append(f"| {' | '.join(cells)} |")
     env = data["environment"]
     peers = ", ".join(f"{name} {version}" for name, version in env["peers"].items()) or "none"
@@ -127,11 +127,15 @@ def table(data: dict) -> str:
     skipped: dict[tuple, list[str]] = defaultdict(list)
     for row in data["rows"]:
         if "skipped" in row:
-            skipped[row["who"], row["skipped"].split("\n")[0].rstrip(".")].append(row["case"])
+            skipped[row["implementation"], row["skipped"].split("\n")[0].rstrip(".")].append(row["case"])
     if skipped:
         told = [f"{who}, {', '.join(cases)}: {why}" for (who, why), cases in skipped.items()]
         out += ["", f"Not measured: {'; '.join(told)}."]
     return "\n".join(out)
+
+
+def label_of(section: str, case: str, op: str) -> str:
+    return f"{case}, {op}" if section in SAY_OP else case
 
 
 def spread(row: dict) -> str:
@@ -167,12 +171,12 @@ def images(section: str, data: dict) -> str:
 # Figures
 
 def panels(figure: Figure, rows: list[dict]) -> dict[tuple, dict[str, list[tuple[float, dict]]]]:
-    """Panel -> who -> [(x, row)] sorted; panels of a single x are left out, of several rows at one x the last counts."""
+    """Panel -> implementation -> [(x, row)] sorted; panels of one x are left out, of rows at the same x the last counts."""
     out: dict[tuple, dict] = defaultdict(lambda: defaultdict(dict))
     for row in timed(rows, figure.how):
         wanted = all(row.get(name, value) == value for name, value in figure.only.items())
         if wanted and figure.x in row and figure.y in row and any(part in row for part in figure.panel):
-            out[tuple(row.get(part) for part in figure.panel)][row["who"]][row[figure.x]] = row
+            out[tuple(row.get(part) for part in figure.panel)][row["implementation"]][row[figure.x]] = row
     lines = {key: {who: sorted(by.items()) for who, by in whos.items()} for key, whos in out.items()}
     return {key: lines[key] for key in sorted(lines, key=str_last) if any(len(line) > 1 for line in lines[key].values())}
 
@@ -262,11 +266,10 @@ def _short(value: float) -> str:
 
 
 def compared(data: dict) -> dict[str, dict[str, dict]]:
-    """case -> who -> graph row, of the cases in which a peer was timed beside ours."""
+    """case -> implementation -> graph row, of the cases in which a peer was timed beside ours."""
     cases = defaultdict(dict)
     for row in timed(data["rows"], "graph"):
-        op = row.get("op", "")
-        cases[row["case"] if not op or op in row["case"] else f"{row['case']}, {op}"][row["who"]] = row
+        cases[label_of(data["section"], row["case"], row["op"])][row["implementation"]] = row
     return {case: by for case, by in cases.items() if "kdagen" in by and len(by.keys() & COLORS.keys()) > 1}
 
 

@@ -25,7 +25,7 @@ TARGETS = Path(__file__).parent / "targets.toml"
 
 def find(rows: list[dict], case: str, who: str, how: str) -> dict | None:
     """The last row of a case, by whom, timed how."""
-    found = [row for row in rows if (row.get("case"), row.get("who"), row.get("how")) == (case, who, how)]
+    found = [row for row in rows if (row["case"], row["implementation"], row.get("how")) == (case, who, how)]
     return found[-1] if found else None
 
 
@@ -80,7 +80,7 @@ def table(sections: dict[str, dict]) -> str:
                     f"| {' | '.join(head[i] for i in keep)} |", "|---|" + "---:|" * (len(keep) - 2) + "---|",
                     *(f"| {' | '.join(line[i] for i in keep)} |" for line in lines), ""]
     env = next(iter(sections.values()))["environment"]
-    timed = {row["who"] for data in sections.values() for row in data["rows"] if "us" in row}
+    timed = {row["implementation"] for data in sections.values() for row in data["rows"] if "us" in row}
     peers = ", ".join(f"{name} {version}" for name, version in env["peers"].items() if name in timed)
     turns = any(row.get("how") == ALONE for data in sections.values() for row in data["rows"])
     return "\n".join([

@@ -51,14 +51,16 @@ def test_median_and_percentiles():
 
 
 def test_a_row_has_its_floor(common, ceilings):
-    made = common.row("decode", "N=1", "kdagen", timing.Timing(10.0, 9.0, 11.0, 5), how="graph", bytes_moved=20e6,
-                      operations=1e9, err=1e-3, err_against="fp64", seqs=1, heads=32)
+    made = common.row("decode", "N=1", "op", "kdagen", timing.Timing(10.0, 9.0, 11.0, 5), how="graph", bytes_moved=20e6,
+                      operations=1e9, error=1e-3, error_against="fp64", seqs=1, heads=32)
+    assert list(made)[:7] == ["section", "case", "op", "implementation", "how", "us", "p20"]
+    assert (made["op"], made["implementation"], made["error"], made["error_against"]) == ("op", "kdagen", 1e-3, "fp64")
     assert made["floor_us"] == pytest.approx(5.0) and made["share"] == pytest.approx(0.5)
     assert made["tb_s"] == pytest.approx(2.0) and made["heads"] == 32
-    bound = common.row("p", "c", "w", timing.Timing(10.0, 9, 11, 5), how="graph", bytes_moved=4e6, operations=3.5e9)
+    bound = common.row("p", "c", "o", "i", timing.Timing(10.0, 9, 11, 5), how="graph", bytes_moved=4e6, operations=3.5e9)
     assert bound["floor_us"] == pytest.approx(5.0), "the larger of bytes and operations"
     with pytest.raises(ValueError, match="'graph', 'graph, alone', 'eager', 'host'"):
-        common.row("p", "c", "w", timing.Timing(1, 1, 1, 1), how="fast")
+        common.row("p", "c", "o", "i", timing.Timing(1, 1, 1, 1), how="fast")
 
 
 def test_relative_error(common):
@@ -94,6 +96,8 @@ def test_a_limit_stops_what_lasts_too_long(common):
 class Case(NamedTuple):
     name: str
 
+    op = "op"
+
 
 CASES = (Case("a"), Case("b"))
 
@@ -110,16 +114,17 @@ def passes(common, monkeypatch, measure, *, peers=("one", "two"), **options):
 
     rows = module.alone_then_beside("s", CASES, peers, note, budget=options.pop("budget", None) or common.Budget(100.0),
                                     keep=lambda rows: kept.append(list(rows)), **options)
-    assert all({"section", "case", "who"} <= row.keys() and ("us" in row or "skipped" in row) for row in rows)
+    assert all({"section", "case", "op", "implementation"} <= row.keys() and ("us" in row or "skipped" in row)
+               for row in rows)
     return rows, kept, asked
 
 
 def timed_row(case, who, us, how="graph"):
-    return {"section": "s", "case": case.name, "who": who, "how": how, "us": us}
+    return {"section": "s", "case": case.name, "op": case.op, "implementation": who, "how": how, "us": us}
 
 
 def times(rows):
-    return {(row["case"], row["who"], row["how"]): row["us"] for row in rows if "us" in row}
+    return {(row["case"], row["implementation"], row["how"]): row["us"] for row in rows if "us" in row}
 
 
 def test_ours_alone_first_then_beside_ever_more_peers(common, monkeypatch):
@@ -132,9 +137,9 @@ def test_ours_alone_first_then_beside_ever_more_peers(common, monkeypatch):
     assert times(rows) == {(case, *key): us for case in "ab" for key, us in {
         ("kdagen", "graph"): 12.0, ("kdagen", "host"): 1.0, ("kdagen", "graph, alone"): 10.0, ("one", "graph"): 12.0,
         ("two", "graph"): 12.0}.items()}
-    notes = {row.get("note") for row in rows if row["who"] == "kdagen" and row.get("how") == "graph"}
+    notes = {row.get("note") for row in rows if row["implementation"] == "kdagen" and row.get("how") == "graph"}
     assert notes == {"replays in turn with one and two"}
-    assert [row["skipped"] for row in rows if row["who"] == "absent"] == ["not installed"]
+    assert [row["skipped"] for row in rows if row["implementation"] == "absent"] == ["not installed"]
     assert len(kept) == 6 and [len(times(rows)) for rows in kept[:2]] == [2, 4], "all of ours are kept before any peer runs"
 
 
@@ -142,13 +147,13 @@ def test_a_peer_costs_its_own_rows_alone(common, monkeypatch):
     def measure(case, peers):
         if "two" in peers and case.name == "a":
             raise RuntimeError("an illegal memory access")
-        skipped = [common.skipped("s", case.name, "one", "wrong: 0.3")] if "one" in peers else []
+        skipped = [common.skipped("s", case.name, case.op, "one", "wrong: 0.3")] if "one" in peers else []
         return [timed_row(case, who, 10.0 + len(peers)) for who in ("kdagen", *peers) if who != "one"] + skipped
 
     rows, _, _ = passes(common, monkeypatch, measure)
     assert times(rows) == {("a", "kdagen", "graph"): 11.0, ("b", "kdagen", "graph"): 12.0, ("b", "two", "graph"): 12.0,
                            ("b", "kdagen", "graph, alone"): 10.0}
-    why = {(row["case"], row["who"]): row["skipped"] for row in rows if "skipped" in row}
+    why = {(row["case"], row["implementation"]): row["skipped"] for row in rows if "skipped" in row}
     assert why == {("a", "one"): "wrong: 0.3", ("b", "one"): "wrong: 0.3",
                    ("a", "two"): "RuntimeError: an illegal memory access"}
 
@@ -169,7 +174,7 @@ def test_the_budget_keeps_the_last_complete_rows(common, monkeypatch):
     rows, _, asked = passes(common, monkeypatch, measure, budget=common.Budget(5.5),
                             lacks=lambda case, who: "has no b" if (case.name, who) == ("b", "one") else None)
     assert asked == [("a", ()), ("b", ()), ("a", ("one",))]
-    why = {(row["case"], row["who"]): row["skipped"] for row in rows if "skipped" in row}
+    why = {(row["case"], row["implementation"]): row["skipped"] for row in rows if "skipped" in row}
     assert why == {("a", "two"): "no time left", ("b", "one"): "has no b", ("b", "two"): "no time left"}
     assert times(rows)["a", "kdagen", "graph"] == 11.0 and times(rows)["b", "kdagen", "graph"] == 10.0
 
@@ -194,6 +199,9 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch):
 
 # The driver
 
+GOOD = {"section": "odd", "case": "c", "op": "o", "implementation": "kdagen", "how": "graph", "us": 1.0}
+
+
 @pytest.fixture
 def driver():
     return script("benchmark")
@@ -213,9 +221,8 @@ def test_sections_are_found_in_the_reports_order(driver):
 
 
 def test_a_section_hears_of_peers_only_if_it_takes_them(driver, monkeypatch):
-    good = {"section": "odd", "case": "c", "who": "kdagen", "how": "graph", "us": 1.0}
-    monkeypatch.setitem(sys.modules, "bench.odd", section("odd", lambda budget_s: [good]))
-    assert driver.run_section("odd", 1.0, ("fla",)) == [good]
+    monkeypatch.setitem(sys.modules, "bench.odd", section("odd", lambda budget_s: [GOOD]))
+    assert driver.run_section("odd", 1.0, ("fla",)) == [GOOD]
     heard = []
     monkeypatch.setitem(sys.modules, "bench.odd", section("odd", lambda budget_s, *, peers=(): heard.append(peers) or []))
     driver.run_section("odd", 1.0, ("fla",))
@@ -223,20 +230,18 @@ def test_a_section_hears_of_peers_only_if_it_takes_them(driver, monkeypatch):
 
 
 def test_rows_are_kept_on_the_way(driver, monkeypatch, tmp_path):
-    row = {"section": "odd", "case": "c", "who": "kdagen", "how": "graph", "us": 1.0}
-
     def run(budget_s, *, keep):
-        keep([row])
+        keep([GOOD])
         raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "bench.odd", section("odd", run))
     with pytest.raises(KeyboardInterrupt):
         driver.run_section("odd", 1.0, (), lambda rows: driver.write(tmp_path, "h200", "odd", {}, rows))
-    assert json.loads((tmp_path / "h200-odd.json").read_text())["rows"] == [row]
+    assert json.loads((tmp_path / "h200-odd.json").read_text())["rows"] == [GOOD]
 
 
 @pytest.mark.parametrize("bad", [
-    {}, {"section": "odd", "case": "c", "who": "w"}, {"section": "other", "case": "c", "who": "w", "us": 1, "how": "graph"},
+    {}, GOOD | {"section": "other"}, *({key: GOOD[key] for key in GOOD if key != lacking} for lacking in GOOD),
 ])
 def test_odd_rows_are_refused(driver, monkeypatch, bad):
     monkeypatch.setitem(sys.modules, "bench.odd", section("odd", lambda budget_s: [bad]))
@@ -262,11 +267,12 @@ def rows_of(section_name="decode"):
         for seqs in (1, 8, 64):
             for who, factor in (("fla", 1.5), ("kdagen", 1.0)):
                 us, size = 2.0 + seqs * heads / 100 * factor, seqs * heads * 1e5
-                rows.append({"section": section_name, "case": f"N={seqs} H={heads}", "who": who, "how": "graph", "us": us,
-                             "p20": us * 0.99, "p80": us * 1.01, "samples": 9, "op": "recurrent", "seqs": seqs,
-                             "heads": heads, "bytes": size, "floor_us": size / 4e6, "share": size / 4e6 / us,
-                             "tb_s": size / us * 1e-6, "err": 1.5e-3})
-    rows.append({"section": section_name, "case": "N=1 H=96", "who": "flashkda", "skipped": "no such op"})
+                rows.append({"section": section_name, "case": f"N={seqs} H={heads}", "op": "recurrent",
+                             "implementation": who, "how": "graph", "us": us, "p20": us * 0.99, "p80": us * 1.01,
+                             "samples": 9, "seqs": seqs, "heads": heads, "bytes": size, "floor_us": size / 4e6,
+                             "share": size / 4e6 / us, "tb_s": size / us * 1e-6, "error": 1.5e-3})
+    rows.append({"section": section_name, "case": "N=1 H=96", "op": "recurrent", "implementation": "flashkda",
+                 "skipped": "no such op"})
     return {"section": section_name, "environment": ENVIRONMENT, "rows": rows}
 
 
@@ -287,7 +293,7 @@ def test_a_table_has_every_case_once_and_its_environment(plot):
 
 def test_time_alone_has_its_own_column(plot):
     data = rows_of()
-    ours = next(row for row in data["rows"] if row["who"] == "kdagen" and row["case"] == "N=8 H=32")
+    ours = next(row for row in data["rows"] if row["implementation"] == "kdagen" and row["case"] == "N=8 H=32")
     data["rows"].append(ours | {"how": plot.ALONE, "us": 3.21})
     lines = plot.table(data).splitlines()
     assert lines[0].startswith("| case | time | kdagen, us | fla, us | kdagen alone, us | floor, us |")
@@ -309,8 +315,8 @@ def test_targets_are_judged_beside_the_peers():
 def test_yardsticks_stand_under_the_table_and_the_last_row_counts(plot):
     data = rows_of()
     again = data["rows"][1] | {"us": 99.0, "p20": 98.0, "p80": 100.0}
-    data["rows"] += [again, {"section": "decode", "case": "yardstick", "who": "torch.empty", "how": "host", "us": 2.3,
-                             "p20": 2.2, "p80": 2.4, "samples": 3}]
+    data["rows"] += [again, {"section": "decode", "case": "yardstick", "op": "torch.empty", "implementation": "torch.empty",
+                             "how": "host", "us": 2.3, "p20": 2.2, "p80": 2.4, "samples": 3}]
     lines = plot.table(data).splitlines()
     assert "torch.empty" not in lines[0] and "For comparison: torch.empty 2.30 us (yardstick, host)." in lines
     assert lines[2].startswith("| N=1 H=12, recurrent | graph | 99.0 (98.0-100) |")
@@ -342,7 +348,8 @@ def test_figures_are_shown_where_they_have_rows(plot):
         "![decode: bandwidth against sequences in the batch](benchmarks/decode-bandwidth.png)",
         "![decode: speed-up over each peer](benchmarks/decode-speedup.png)"]
     assert shown[-1] == "<!-- figures:conv --><!-- /figures:conv -->"
-    alone = rows_of() | {"rows": [row for row in rows_of()["rows"] if row["who"] == "kdagen" and row["seqs"] == 1]}
+    ours = [row for row in rows_of()["rows"] if row["implementation"] == "kdagen"]
+    alone = rows_of() | {"rows": [row for row in ours if row["seqs"] == 1]}
     assert plot.images("decode", alone) == "", "single points make no figure"
 
 
@@ -369,7 +376,7 @@ def test_figures_are_drawn_from_the_json(plot, tmp_path):
     again = tmp_path / "again.png"
     plot.draw_speedup("decode", data, again)
     assert again.read_bytes() == (tmp_path / "speedup.png").read_bytes(), "the same rows give the same bytes"
-    alone = data | {"rows": [row for row in data["rows"] if row["who"] == "kdagen"]}
+    alone = data | {"rows": [row for row in data["rows"] if row["implementation"] == "kdagen"]}
     assert not plot.draw_speedup("decode", alone, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
@@ -380,6 +387,13 @@ def test_the_newest_file_of_a_section_counts(plot, tmp_path):
     (tmp_path / "z-decode.json").write_text(json.dumps(old))
     (tmp_path / "a-decode.json").write_text(json.dumps(new))
     assert plot.read(tmp_path)["decode"]["environment"]["gpu"] == "NVIDIA H200"
+
+
+def test_committed_rows_name_their_op_and_implementation(plot):
+    for path in plot.FOLDER.glob("*.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            assert {"section", "case", "op", "implementation"} <= row.keys(), f"{path.name}: {row}"
+            assert not {"who", "err", "err_against", "state_err"} & row.keys(), f"{path.name}: {row}"
 
 
 def test_the_documents_say_what_the_committed_json_says(plot):

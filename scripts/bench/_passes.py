@@ -20,25 +20,27 @@ def alone_then_beside(section: str, cases: Iterable, peers: tuple[str, ...], mea
                       keep: Keep, lacks: Callable = lambda case, who: None) -> list[dict]:
     """The section's rows: ours alone in all cases, then again beside the first peer, beside the first two, and so on.
 
-    ``measure(case, peers, seconds)`` checks and times one case (a tuple with a name), ours and those peers in turn, and
-    gives up a peer whose first call takes longer; ``lacks(case, who)`` says why a peer has no such case. What a later pass
-    measured replaces the earlier rows, so that the rows of a case are of one moment and ours stand beside the most peers;
-    what ours took alone stays as ``how="graph, alone"``.
+    ``measure(case, peers, seconds)`` checks and times one case (a tuple with a name and an op), ours and those peers in
+    turn, and gives up a peer whose first call takes longer; ``lacks(case, who)`` says why a peer has no such case. What a
+    later pass measured replaces the earlier rows, so that the rows of a case are of one moment and ours stand beside the
+    most peers; what ours took alone stays as ``how="graph, alone"``.
     ``keep(rows)`` hears of all rows after every case.
     """
     cases, here = list(cases), tuple(who for who in peers if peer(who) is not None)
     found, alone, failed = {}, {}, {}
 
     def timed(rows: Iterable[dict]) -> set[str]:
-        return {row["who"] for row in rows if row["who"] in here and "us" in row}
+        return {row["implementation"] for row in rows if row["implementation"] in here and "us" in row}
 
     def rows() -> list[dict]:
-        out = [skipped(section, "all", who, "not installed") for who in peers if who not in here]
+        ops = ", ".join(dict.fromkeys(case.op for case in cases))
+        out = [skipped(section, "all", ops, who, "not installed") for who in peers if who not in here]
         for case in found:
-            told = {row["who"] for row in found[case]}
+            told = {row["implementation"] for row in found[case]}
             out += found[case]
             out += alone[case] if timed(found[case]) else []
-            out += [skipped(section, case.name, who, lacks(case, who) or failed.get((case, who)) or "no time left")
+            out += [skipped(section, case.name, case.op, who,
+                            lacks(case, who) or failed.get((case, who)) or "no time left")
                     for who in here if who not in told]
         return out
 
@@ -57,7 +59,7 @@ def alone_then_beside(section: str, cases: Iterable, peers: tuple[str, ...], mea
                 continue
             if not asked:
                 alone[case] = [row | {"how": "graph, alone"} for row in made
-                               if row["who"] == "kdagen" and row.get("how") == "graph"]
+                               if row["implementation"] == "kdagen" and row.get("how") == "graph"]
             found[case] = [_told(row, made, asked) for row in made]
             keep(rows())
     return rows()
@@ -78,7 +80,7 @@ def in_turn(calls: dict[str, Sequence[Callable]], *, budget_ms: float = 60.0) ->
 
 def _told(row: dict, made: list[dict], asked: tuple[str, ...]) -> dict:
     """Our row with a note on the peers that its replays took turns with."""
-    timed = [who for who in asked if any(one["who"] == who and one.get("how") == "graph" for one in made)]
-    if not timed or not row["who"].startswith("kdagen") or row.get("how") != "graph":
+    timed = [who for who in asked if any((one["implementation"], one.get("how")) == (who, "graph") for one in made)]
+    if not timed or not row["implementation"].startswith("kdagen") or row.get("how") != "graph":
         return row
     return row | {"note": "; ".join(filter(None, [row.get("note"), f"replays in turn with {' and '.join(timed)}"]))}

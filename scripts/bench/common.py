@@ -126,32 +126,33 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     return error / scale if scale else error
 
 
-def row(section: str, case: str, who: str, timing: Timing, *, how: str, bytes_moved: float = 0.0,
-        operations: float = 0.0, err: float | None = None, err_against: str = "", note: str = "",
+def row(section: str, case: str, op: str, implementation: str, timing: Timing, *, how: str, bytes_moved: float = 0.0,
+        operations: float = 0.0, error: float | None = None, error_against: str = "", note: str = "",
         **sizes: float | int | str) -> dict:
-    """One line of the report. ``who`` is kdagen or a peer; ``how`` is graph, eager, host, or "graph, alone": without peers.
+    """One line of the report. ``op`` is the public op that the case is about, ``implementation`` is kdagen or a peer of it,
+    ``how`` is graph, eager, host, or "graph, alone": without peers.
 
     ``sizes`` are the case's numbers (tokens, seqs, heads, batch ...): what plot.py draws against. With bytes or
     operations, the row carries its floor on this card and the share of it that was reached.
     """
     if how not in HOW:
         raise ValueError(f"how: got {how!r}, expected one of {', '.join(map(repr, HOW))}")
-    out = {"section": section, "case": case, "who": who, "how": how, "us": timing.us, "p20": timing.p20,
-           "p80": timing.p80, "samples": timing.samples, **sizes}
+    out = {"section": section, "case": case, "op": op, "implementation": implementation, "how": how, "us": timing.us,
+           "p20": timing.p20, "p80": timing.p80, "samples": timing.samples, **sizes}
     if bytes_moved or operations:
         floor = floor_us(bytes_moved, operations)
         out |= {"bytes": int(bytes_moved), "operations": int(operations), "floor_us": floor, "share": floor / timing.us,
                 "tb_s": bytes_moved / timing.us * 1e-6}
-    if err is not None:
-        out |= {"err": err, "err_against": err_against}
+    if error is not None:
+        out |= {"error": error, "error_against": error_against}
     if note:
         out["note"] = note
     return out
 
 
-def skipped(section: str, case: str, who: str, why: str) -> dict:
+def skipped(section: str, case: str, op: str, implementation: str, why: str) -> dict:
     """The line of a case that could not run: the reason instead of a time."""
-    return {"section": section, "case": case, "who": who, "skipped": why}
+    return {"section": section, "case": case, "op": op, "implementation": implementation, "skipped": why}
 
 
 # Environment

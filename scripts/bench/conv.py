@@ -39,6 +39,8 @@ class Prompts(NamedTuple):
     driver: str = "schedule"   # or search: no schedule given
     pool: bool = False         # initial states from, and new states to, a pool
 
+    op = "causal_conv1d"
+
     @property
     def name(self) -> str:
         return f"prefill T={self.tokens} D={self.channels} N={self.seqs} {self.driver}{' pool' if self.pool else ''}"
@@ -48,6 +50,8 @@ class Steps(NamedTuple):
     rows: int
     channels: int
     drafts: int = 0
+
+    op = "causal_conv1d_update"
 
     @property
     def name(self) -> str:
@@ -106,7 +110,7 @@ def prompts(case: Prompts, peers: tuple[str, ...], seconds: float) -> list[dict]
 
         rivals["fla"] = Rival(partial(theirs, x), lambda seed: partial(theirs, _normal(10 + seed, 1, T, D)),
                               lambda y: relative_error(y, ref))
-    return _race(case.name, "causal_conv1d", moved, dict(tokens=T, channels=D, seqs=N, driver=case.driver), rivals, seconds)
+    return _race(case, moved, dict(tokens=T, channels=D, seqs=N, driver=case.driver), rivals, seconds)
 
 
 def _peer_layout(lines: torch.Tensor) -> torch.Tensor:
@@ -146,15 +150,14 @@ def steps(case: Steps, peers: tuple[str, ...], seconds: float) -> list[dict]:
         rivals["fla"] = Rival(partial(theirs, x, line),
                               lambda seed: partial(theirs, data(100 + seed)[0], _normal(seed, N, D, WIDTH)),
                               lambda y: relative_error(y, ref))
-    sizes = dict(seqs=N, channels=D, drafts=case.drafts)
-    return _race(case.name, "causal_conv1d_update", moved, sizes, rivals, seconds)
+    return _race(case, moved, dict(seqs=N, channels=D, drafts=case.drafts), rivals, seconds)
 
 
 def lacks(case: Prompts | Steps, who: str) -> str | None:
     return "it has no speculative update" if isinstance(case, Steps) and case.drafts else None
 
 
-def _race(name: str, op: str, moved: float, sizes: dict, rivals: dict[str, Rival], seconds: float) -> list[dict]:
+def _race(case: Prompts | Steps, moved: float, sizes: dict, rivals: dict[str, Rival], seconds: float) -> list[dict]:
     """Check each rival, then time those that are right, their replays in turn; the host's time of ours alone."""
     rows, calls, common = [], {}, {}
     for who, rival in rivals.items():
@@ -163,22 +166,22 @@ def _race(name: str, op: str, moved: float, sizes: dict, rivals: dict[str, Rival
                 group = rotate(rival.make, moved)
                 if who != "kdagen":
                     group[0]()  # a peer's first call tries out its configurations, on whatever it is given
-                err = rival.error(rival.once())
+                error = rival.error(rival.once())
         except Exception as failure:  # a peer that cannot run a case is a line of the report
             if who == "kdagen":
                 raise
-            rows.append(skipped("conv", name, who, f"{type(failure).__name__}: {failure}"[:200]))
+            rows.append(skipped("conv", case.name, case.op, who, f"{type(failure).__name__}: {failure}"[:200]))
             continue
-        if err > TOLERANCE:
-            rows.append(skipped("conv", name, who, f"wrong: relative error {err:.2e} against the oracle"))
+        if error > TOLERANCE:
+            rows.append(skipped("conv", case.name, case.op, who, f"wrong: relative error {error:.2e} against the oracle"))
         else:
-            calls[who], common[who] = group, dict(err=err, err_against="fp64 oracle", op=op, **sizes)
+            calls[who], common[who] = group, dict(error=error, error_against="fp64 oracle", **sizes)
     timings, failed = in_turn(calls)
-    rows += [skipped("conv", name, who, why) for who, why in failed.items()]
+    rows += [skipped("conv", case.name, case.op, who, why) for who, why in failed.items()]
     for who, timing in timings.items():
-        rows.append(row("conv", name, who, timing, how="graph", bytes_moved=moved, **common[who]))
+        rows.append(row("conv", case.name, case.op, who, timing, how="graph", bytes_moved=moved, **common[who]))
         if who == "kdagen":
-            rows.append(row("conv", name, who, time_host(rivals[who].once), how="host", **common[who]))
+            rows.append(row("conv", case.name, case.op, who, time_host(rivals[who].once), how="host", **common[who]))
     return rows
 
 

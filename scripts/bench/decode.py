@@ -37,6 +37,8 @@ class Recurrent(NamedTuple):
     drafts: int = 0
     state: torch.dtype = torch.float32
 
+    op = "fused_recurrent_kda"
+
     @property
     def name(self) -> str:
         state = "" if self.state == torch.float32 else " bf16 states"
@@ -46,6 +48,8 @@ class Recurrent(NamedTuple):
 class Step(NamedTuple):
     seqs: int
     heads: int
+
+    op = "kda_decode_step"
 
     @property
     def name(self) -> str:
@@ -167,7 +171,7 @@ def step(case: Step) -> Bench:
     return Bench(rivals, _tables(len(pool), N), pool, answer, moved)
 
 
-def _race(name: str, op: str, sizes: dict, bench: Bench, tolerance: tuple[float, float], seconds: float) -> list[dict]:
+def _race(case: Recurrent | Step, sizes: dict, bench: Bench, tolerance: tuple[float, float], seconds: float) -> list[dict]:
     """Check each rival on slots that no other has touched, then time those that are right, their replays in turn."""
     rows, calls, common = [], {}, {}
     for at, (who, rival) in enumerate(bench.rivals.items()):
@@ -181,19 +185,20 @@ def _race(name: str, op: str, sizes: dict, bench: Bench, tolerance: tuple[float,
         except Exception as failure:  # a peer that cannot run a case is a line of the report
             if not peer:
                 raise
-            rows.append(skipped("decode", name, who, f"{type(failure).__name__}: {failure}"[:200]))
+            rows.append(skipped("decode", case.name, case.op, who, f"{type(failure).__name__}: {failure}"[:200]))
             continue
         limits = (3 * OUTPUT, OUTPUT) if "apart" in who else tolerance  # the ops round to bf16 what they hand on
         if error > limits[0] or state > limits[1]:
-            rows.append(skipped("decode", name, who, f"wrong: relative errors {error:.2e}, states {state:.2e}"))
+            rows.append(skipped("decode", case.name, case.op, who,
+                                f"wrong: relative errors {error:.2e}, states {state:.2e}"))
             continue
         calls[who] = [lambda rival=rival, table=table: rival.call(table) for table in bench.tables]
-        common[who] = dict(err=error, err_against="fp64 oracle", op=op, state_err=state, note=rival.note, **sizes)
+        common[who] = dict(error=error, error_against="fp64 oracle", state_error=state, note=rival.note, **sizes)
     timings, failed = in_turn(calls)
-    rows += [skipped("decode", name, who, why) for who, why in failed.items()]
+    rows += [skipped("decode", case.name, case.op, who, why) for who, why in failed.items()]
     for who, timing in timings.items():
-        rows += [row("decode", name, who, timing, how="graph", bytes_moved=bench.moved, **common[who]),
-                 row("decode", name, who, time_host(calls[who][0]), how="host", **common[who])]
+        rows += [row("decode", case.name, case.op, who, timing, how="graph", bytes_moved=bench.moved, **common[who]),
+                 row("decode", case.name, case.op, who, time_host(calls[who][0]), how="host", **common[who])]
     return rows
 
 
@@ -204,10 +209,9 @@ def lacks(case: Recurrent | Step, who: str) -> str | None:
 def measure(case: Recurrent | Step, peers: tuple[str, ...], seconds: float) -> list[dict]:
     sizes = dict(seqs=case.seqs, heads=case.heads, tokens=case.seqs)
     if isinstance(case, Step):
-        return _race(case.name, "kda_decode_step", sizes, step(case), (OUTPUT, STATE[torch.float32]), seconds)
+        return _race(case, sizes, step(case), (OUTPUT, STATE[torch.float32]), seconds)
     sizes |= dict(drafts=case.drafts, state=str(case.state).removeprefix("torch."), tokens=case.seqs * (1 + case.drafts))
-    return _race(case.name, "fused_recurrent_kda", sizes, recurrent(case, peers), (OUTPUT, STATE[case.state]),
-                 seconds)
+    return _race(case, sizes, recurrent(case, peers), (OUTPUT, STATE[case.state]), seconds)
 
 
 def run(budget_s: float, *, peers: tuple[str, ...] = (), keep: Keep = lambda rows: None) -> list[dict]:

@@ -1,12 +1,12 @@
 """Benchmark of serving: host time of the metadata builder, and the whole layer's decode step under a CUDA graph.
 
 Builder rows (``how`` = host): the batch is built on the GPU with torch's sync debug mode set to error, and its fields are
-compared with the same batch's on the CPU (``err`` counts the fields that differ). Beside them stands a yardstick of the
+compared with the same batch's on the CPU (``error`` counts the fields that differ). Beside them stands a yardstick of the
 machine: one ``torch.empty`` and one elementwise launch in the same loop.
 
 Layer rows (``how`` = graph): in_proj, gate projections, fused decode step, out_proj of one rank, random bf16 weights,
 fp32 states. States rotate over slots that overflow the L2 cache; weights are read whole at every step. ``floor_us`` is the
-sum of the kernels' floors: bytes over the copy rate measured in the same run. ``err`` is the relative error of three
+sum of the kernels' floors: bytes over the copy rate measured in the same run. ``error`` is the relative error of three
 decoded tokens of every row against the fp64 reference.
 """
 
@@ -49,8 +49,9 @@ BUILDS = {  # name -> (new tokens of each request, their drafts or None, request
 
 def _yardstick() -> list[dict]:
     x = torch.zeros(256, dtype=torch.int32, device="cuda")
-    return [row("layer", "yardstick", "torch.empty", time_host(lambda: torch.empty(256, device="cuda")), how="host"),
-            row("layer", "yardstick", "torch.add of 256", time_host(lambda: torch.add(x, 1)), how="host")]
+    calls = (("torch.empty", "torch.empty", lambda: torch.empty(256, device="cuda")),
+             ("torch.add", "torch.add of 256", lambda: torch.add(x, 1)))
+    return [row("layer", "yardstick", op, what, time_host(call), how="host") for op, what, call in calls]
 
 
 def _batch(name: str, device: str) -> tuple:
@@ -87,8 +88,9 @@ def _build(name: str) -> list[dict]:
             torch.cuda.set_sync_debug_mode(before)
         tensors = [field for field in type(got).__dataclass_fields__ if isinstance(getattr(want, field), torch.Tensor)]
         wrong = sum(not torch.equal(getattr(got, field).cpu(), getattr(want, field)) for field in tensors)
-        rows.append(row("layer", f"build: {name}", "kdagen" if checked else "kdagen, unchecked", timing, how="host",
-                        err=float(wrong), err_against="the same batch on the CPU", batch=len(lens), tokens=sum(lens)))
+        rows.append(row("layer", f"build: {name}", "KDAMetadataBuilder.build", "kdagen" if checked else "kdagen, unchecked",
+                        timing, how="host", error=float(wrong), error_against="the same batch on the CPU", batch=len(lens),
+                        tokens=sum(lens)))
     return rows
 
 
@@ -117,17 +119,17 @@ def _decode(name: str, layer: KDALayer, batch: int) -> dict:
     for buffers, table in zip(staging, slots):
         made = Batch.make([1] * batch, [9] * batch, table, device="cuda")
         steps.append(KDAMetadataBuilder("cuda", staging=buffers).build_for_cudagraph_capture(made))
-    err = _check(layer, cache, steps[0], batch)
-    if not err <= TOLERANCE:
-        raise RuntimeError(f"{name}, batch {batch}: error {err:.2e} of the decode step is above {TOLERANCE}")
+    error = _check(layer, cache, steps[0], batch)
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"{name}, batch {batch}: error {error:.2e} of the decode step is above {TOLERANCE}")
     cache.recurrent.normal_(std=0.1)
     hidden = [torch.randn(batch, config.hidden, device="cuda", dtype=torch.bfloat16) for _ in steps]
     timing = time_graph([lambda x=x, m=m: layer(x, m, cache) for x, m in zip(hidden, steps)])
     weights = sum(tensor.numel() * tensor.element_size() for tensor in layer.parameters())
     activations = batch * (2 * config.hidden + 2 * config.packed + 2 * 2 * config.P) * 2
     operations = 2 * batch * sum(t.numel() for name, t in layer.named_parameters() if name.endswith(("proj", "_b")))
-    return row("layer", f"decode step, {name}, batch {batch}", "kdagen", timing, how="graph",
-               bytes_moved=weights + pools + activations, operations=operations, err=err, err_against="fp64 reference",
+    return row("layer", f"decode step, {name}, batch {batch}", "KDALayer", "kdagen", timing, how="graph",
+               bytes_moved=weights + pools + activations, operations=operations, error=error, error_against="fp64 reference",
                batch=batch, heads=config.heads)
 
 

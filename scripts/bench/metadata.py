@@ -1,7 +1,7 @@
 """Benchmark of the step's metadata: host time of the calls, device time of the kernels, beside the plain way.
 
 The plain way is one Triton kernel with a program a sequence, and torch calls on the host. Every time stands beside the
-number of wrong entries of tables made in the same run (``err``). Each call is also made once with torch's sync debug mode
+number of wrong entries of tables made in the same run (``error``). Each call is also made once with torch's sync debug mode
 set to error, so one that waits for the device would fail.
 """
 
@@ -22,6 +22,10 @@ from .common import Budget, row, time_graph, time_host
 CHUNK, BLOCK = 64, 8
 CASES = {  # name -> (sequences, mean length)
     "N=1": (1, 1024), "N=16": (16, 512), "N=128": (128, 256), "N=1024": (1024, 128), "1 x 200k": (1, 200_000),
+}
+OPS = {  # what a case makes -> the op that makes it
+    "all tables": "step_tables", "bounded tables": "step_tables", "chunk table": "prepare_chunk_metadata_device",
+    "conv schedule": "build_conv1d_chunk_schedule", "staging": "stage_spec_decode_metadata",
 }
 
 
@@ -86,7 +90,7 @@ def batch(case: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _calls(cu, host, device):
-    """(op, implementation, call, pairs to compare, kernels wanted) of every measured call."""
+    """(tables, implementation, call, pairs to compare) of every measured call."""
     chunk, conv = reference.chunk_table(host, CHUNK), reference.conv_schedule(host, BLOCK)
 
     def conv_pairs(made):
@@ -133,14 +137,15 @@ def _staging(requests: int, device: torch.device):
     return (lambda: stage_spec_decode_metadata(*sources, *staged, num_spec_decodes=requests)), staged, wanted
 
 
-def _rows(case: str, op: str, who: str, call, err: int, size: int, *, graph: bool, **sizes) -> list[dict]:
+def _rows(case: str, tables: str, who: str, call, error: int, size: int, *, graph: bool, **sizes) -> list[dict]:
     with no_sync():
         call()
-    common = {"err": float(err), "err_against": "entries that differ from the oracle's", "op": op, **sizes}
-    rows = [row("metadata", f"{case}, {op}", who, time_host(call), how="host", **common)]
+    common = {"error": float(error), "error_against": "entries that differ from the oracle's", "tables": tables, **sizes}
+    name, op = f"{case}, {tables}", OPS[tables]
+    rows = [row("metadata", name, op, who, time_host(call), how="host", **common)]
     if graph:
-        rows.append(row("metadata", f"{case}, {op}", who, time_graph([call], budget_ms=20), how="graph",
-                        bytes_moved=size, **common))
+        rows.append(row("metadata", name, op, who, time_graph([call], budget_ms=20), how="graph", bytes_moved=size,
+                        **common))
     return rows
 
 
@@ -152,13 +157,13 @@ def run(budget_s: float, *, peers: tuple[str, ...] = ()) -> list[dict]:
         cu, host = batch(case, device)
         sizes = {"seqs": len(host) - 1, "tokens": int(host[-1])}
         empty = time_host(lambda: torch.empty(1000, dtype=torch.int32, device=device))
-        rows.append(row("metadata", f"{case}, one torch.empty", "torch", empty, how="host",
+        rows.append(row("metadata", f"{case}, one torch.empty", "torch.empty", "torch", empty, how="host",
                         note="what host times of this run compare with", **sizes))
-        for op, who, call, pairs in _calls(cu, host, device):
+        for tables, who, call, pairs in _calls(cu, host, device):
             made = pairs(call())
             size = sum(a.numel() * a.element_size() for a, _ in made)
-            graph = op == "chunk table" or (op != "conv schedule" and who == "kdagen")
-            rows += _rows(case, op, who, call, wrong(*made), size, graph=graph, **sizes)
+            graph = tables == "chunk table" or (tables != "conv schedule" and who == "kdagen")
+            rows += _rows(case, tables, who, call, wrong(*made), size, graph=graph, **sizes)
     for requests in (1, 33, 512):
         call, staged, wanted = _staging(requests, device)
         call()

@@ -33,6 +33,8 @@ class Case(NamedTuple):
     heads: int
     gate: str = "bounded"
 
+    op = "chunk_kda"
+
     @property
     def name(self) -> str:
         n, t = len(self.lengths), sum(self.lengths)
@@ -154,25 +156,26 @@ def measure(case: Case, peers: tuple[str, ...], seconds: float) -> list[dict]:
         try:
             with limit(seconds if who in peers else math.inf):
                 calls[who] = calls.get(who) or RIVALS[who](setting, torch.full_like(out, float("nan")))
-                err = error(case, calls[who](first))
+                found = error(case, calls[who](first))
         except Exception as failure:  # a peer that cannot run a case is a line of the report
             if who == "kdagen":
                 raise
-            rows.append(skipped("prefill", case.name, who, f"{type(failure).__name__}: {failure}"[:200]))
+            rows.append(skipped("prefill", case.name, case.op, who, f"{type(failure).__name__}: {failure}"[:200]))
             calls.pop(who, None)
             continue
-        if err > TOLERANCE:
-            rows.append(skipped("prefill", case.name, who, f"wrong: error {err:.1e}"))
+        if found > TOLERANCE:
+            rows.append(skipped("prefill", case.name, case.op, who, f"wrong: error {found:.1e}"))
             del calls[who]
-        common[who] = dict(err=err, err_against="fp64 chunk form, two heads", tokens=T, seqs=N, heads=H, gate=case.gate)
+        common[who] = dict(error=found, error_against="fp64 chunk form, two heads", tokens=T, seqs=N, heads=H,
+                           gate=case.gate)
     data = rotate(lambda seed: Inputs.of(case, 10 + seed), moved)
     sets = {who: [partial(call, inputs) for inputs in data] for who, call in calls.items()}
     timings, failed = in_turn(sets, budget_ms=150.0)
-    rows += [skipped("prefill", case.name, who, why) for who, why in failed.items()]
+    rows += [skipped("prefill", case.name, case.op, who, why) for who, why in failed.items()]
     for who, timing in timings.items():
-        rows += [row("prefill", case.name, who, timing, how="graph", bytes_moved=moved, **common[who]),
-                 row("prefill", case.name, who, time_eager(sets[who]), how="eager", **common[who]),
-                 row("prefill", case.name, who, time_host(sets[who][0]), how="host", **common[who])]
+        rows += [row("prefill", case.name, case.op, who, timing, how="graph", bytes_moved=moved, **common[who]),
+                 row("prefill", case.name, case.op, who, time_eager(sets[who]), how="eager", **common[who]),
+                 row("prefill", case.name, case.op, who, time_host(sets[who][0]), how="host", **common[who])]
     return rows
 
 
