@@ -232,11 +232,12 @@ class Recorder:
         return [arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg]
 
 
-class Lanes:
-    """Streams and events that do nothing."""
+class Lanes(_lanes.Lanes):
+    """Streams and events that do nothing; a graph calls its functions again."""
 
-    def __init__(self):
-        self.calls = {}
+    def graph(self, bind):
+        functions = bind(self)
+        return SimpleNamespace(replay=lambda: [function(*arguments) for function, arguments in functions])
 
     def stream(self, name):
         return SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
@@ -258,9 +259,10 @@ def recorded(monkeypatch):
     seen = []
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda tiles, meta: [tiles.base, *tiles.shape, *tiles.strides])
     monkeypatch.setattr(_tensor_maps, "_raw_launcher", lambda compiled: (compiled.raw, ()))
-    lane = Lanes()
+    lane = Lanes(0)
     monkeypatch.setattr(prefill_sm90, "lanes", lambda device: lane)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(prefill_sm90, "_KERNELS", {})
     monkeypatch.setattr(prefill_sm90, "_LAYOUTS", {})
@@ -319,12 +321,13 @@ def test_fast_launches_pass_what_plain_launches_pass(recorded, call, form, monke
     prefix = torch.zeros(4096, dtype=torch.float16)
     memory = torch.empty(1 << 24, dtype=torch.uint8)
     monkeypatch.setattr(torch, "empty", lambda *a, **o: memory)  # all calls get the same workspace
-    for _ in range(3):  # compiles; binds; is bound already
+    for _ in range(_lanes.GRAPH_AT + 2):  # compiles; binds; is bound already, until it is a graph
         assert prefill_sm90.run(call, lambda module, like: prefix, cut)
-    assert len(seen) == 3 * launches
-    plain, fast, bound = (seen[i * launches:(i + 1) * launches] for i in range(3))
+    assert len(seen) == (_lanes.GRAPH_AT + 2) * launches
+    plain, *others = (seen[i * launches:(i + 1) * launches] for i in range(_lanes.GRAPH_AT + 2))
     for number in range(launches):
-        assert plain[number] == fast[number] == bound[number], f"launch {number}"
+        assert all(plain[number] == other[number] for other in others), f"launch {number}"
+    assert [bound.graph is not None for bound in prefill_sm90.lanes(0).calls.values()] == [True]
 
 
 def test_bound_calls_follow_the_addresses(recorded, call):

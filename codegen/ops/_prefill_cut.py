@@ -69,7 +69,7 @@ def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms
         else:
             shares = (1 / 2, 3 / 4)
         return Plan("windows", _edges(rows, shares))
-    if segments and programs <= 12 and longest >= 2 * MIN_SEGMENT:
+    if segments and programs <= 12 and longest >= 3 * MIN_SEGMENT:
         # The others beside the first one: as many as walk at once, with two programs a head.
         count = max(2, min(1 + sms // (2 * programs), longest // MIN_SEGMENT))
         seg_chunks = -(-longest // count)

@@ -3,7 +3,8 @@
 ``run`` does the launches of one ``chunk_kda`` call whose forms are ``gluon`` (prepare) and ``tma`` (state). It differs from
 the portable sequence in host time and in overlap: however the rows are cut into windows, the results are the same bits.
 Nothing here waits for the device, and all of it can be captured in a graph. What is launched, on which streams and with
-which events between them, says ``_prefill_cut.steps``; here it is bound to a call's addresses and done.
+which events between them, says ``_prefill_cut.steps``; here it is bound to a call's addresses and done. A call that comes
+again and again with the same addresses is replayed as a CUDA graph of its own (``_lanes.Bound``).
 """
 
 from __future__ import annotations
