@@ -120,6 +120,7 @@ class Constants:
         self.limit = limit
         self._made: dict = {}            # key -> Made
         self._pending: list[Made] = []   # those that the device may not be done with
+        self._lock = threading.Lock()    # for what a first call and settle change; a later get needs none
 
     def get(self, key, like: torch.Tensor, make: Callable[[], tuple]) -> tuple:
         """The tensors of ``key``, which ``make()`` computes on the current stream of ``like``'s device, the current one."""
@@ -140,14 +141,17 @@ class Constants:
         if like.is_cuda:
             made.event = torch.cuda.Event()
             made.event.record()
-            self._pending.append(made)
-        self._made[key] = made
-        return made.tensors
+        with self._lock:
+            first = self._made.setdefault(key, made)
+            if first is made and made.event is not None:
+                self._pending.append(made)
+        return made.tensors if first is made else self.get(key, like, make)  # another thread was quicker
 
     def settle(self) -> None:
         """Ask the device for those it was not done with, so that a capture after this call need not make its own."""
         if self._pending:
-            self._pending = [made for made in self._pending if made.event is not None and not made.over()]
+            with self._lock:
+                self._pending = [made for made in self._pending if not made.over()]
 
 
 class Made:
