@@ -10,7 +10,7 @@ import torch
 
 from kdagen.ops import _lanes
 
-LIKE = SimpleNamespace(is_cuda=True)
+LIKE = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
 
 
 class Event:

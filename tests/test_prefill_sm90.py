@@ -398,7 +398,7 @@ def test_constants_are_waited_for_until_the_device_has_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "made", [])
-    like, constants = SimpleNamespace(is_cuda=True), _lanes.Constants(2)
+    like, constants = SimpleNamespace(is_cuda=True, device=torch.device("cpu")), _lanes.Constants(2)
     get = partial(constants.get, like=like, make=lambda: calls.append(0) or (len(calls),))
     assert get("a") == (1,) and get("a") == (1,) and Event.made[0].waits == 1
     capturing[0] = True

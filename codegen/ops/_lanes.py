@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kdagen.ops._lasting import lasting
 from kdagen.ops._prefill_cut import HIGH, MAIN, MAPS, SIDE
 
 PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5}  # the state pass and the maps: their programs are placed first
@@ -113,7 +114,8 @@ class Constants:
 
     Until the device is known to be done with them (it is asked in passing, never waited for), every reader's stream waits
     for their event; a graph's capture makes its own, as it cannot wait for work outside of it. They are never dropped, since
-    a graph or another stream may still read them: once ``limit`` of them are kept, the others are made in each call.
+    a graph or another stream may still read them: once ``limit`` of them are kept, the others are made in each call. Those
+    that are kept are made outside of the caller's memory pools (``_lasting``).
     """
 
     def __init__(self, limit: int):
@@ -135,9 +137,9 @@ class Constants:
         return found.tensors
 
     def _first(self, key, like: torch.Tensor, make: Callable[[], tuple]) -> tuple:
-        made = Made(make(), None)
         if is_capturing(like) or len(self._made) >= self.limit:
-            return made.tensors
+            return make()
+        made = Made(lasting(like.device, make), None)
         if like.is_cuda:
             made.event = torch.cuda.Event()
             made.event.record()
