@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import serving_oracle as oracle
@@ -10,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.ops._lanes import Constants
 from kdagen.serving import Batch, Checkpoint, KDAMetadataBuilder
+from kdagen.serving import builder as builder_module
 
 SENTINEL = -77
 
@@ -193,6 +197,43 @@ def test_padding_rows_beside_pure_speculation(at):
     metadata, rows = build([n for n, _ in rows_in], drafts=[d for _, d in rows_in], k=2)
     assert counts(metadata) == (0, 0, 0, 0, 3, 6)
     check(metadata, rows, 2)
+
+
+def test_what_steps_share_is_waited_for_on_other_streams(monkeypatch):
+    """Token numbers and flags are made on the stream of one step; until the device has them, other steps wait for them."""
+    events, made = [], []
+
+    class Event:
+        over = False
+
+        def __init__(self):
+            self.waits = 0
+            events.append(self)
+
+        record = lambda self: None
+        query = lambda self: self.over
+
+        def wait(self):
+            self.waits += 1
+
+    class OnDevice(Constants):
+        def get(self, key, like, make):
+            like = SimpleNamespace(is_cuda=True, device=like.device)
+            return super().get(key, like, lambda: made.append(key) or make())
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(builder_module, "_constants", OnDevice(8))
+    step = lambda rows: check(*build([3] * rows + [50, 9], [20] * (rows + 2), drafts=[2] * rows + [-1, -1], k=2), 2)
+    for waits in range(3):
+        step(4 + 10 * waits)
+        assert [event.waits for event in events] == [waits, waits] and len(made) == 2, "of one size for both steps"
+    Event.over = True
+    step(4)
+    assert [event.waits for event in events] == [2, 2] and len(made) == 2
+    step(300)
+    step(3000)
+    assert len(set(made)) == len(made) == 4, "larger steps have their own"
 
 
 ROW = st.sampled_from(["pad", "decode", "first_one", "chunk", "first", "spec", "zero_draft", "full", "odd"])

@@ -12,6 +12,8 @@ import torch
 
 from kdagen.errors import refuse
 from kdagen.ops import _tables
+from kdagen.ops._common import on_device
+from kdagen.ops._lanes import Constants
 from kdagen.ops._tables_source import view
 from kdagen.ops.metadata import _write as write_tables
 from kdagen.ops.metadata import step_tables
@@ -64,9 +66,9 @@ class KDAMetadataBuilder:
         self.staging = staging
         self.checked = checked
         self._plan = _tables.plan(chunk_size, *conv_blocks)
-        self._tokens = torch.empty(0, dtype=torch.int64, device=self.device)  # 0, 1, 2, ...; grows with the steps
-        self._flags = torch.empty(0, dtype=torch.bool, device=self.device)  # half of them True, then False; grows too
         self._steps = torch.arange(self.columns, device=self.device) if cache_mode == "align" else None
+        if self._steps is not None and self.cuda:  # steps may come on any stream: the one wait of a builder
+            torch.cuda.current_stream(self.device).record_event().synchronize()
 
     def build(self, batch: Batch, num_accepted_tokens: torch.Tensor | None = None,
               num_decode_draft_tokens_cpu=None) -> KDAMetadata:
@@ -173,17 +175,15 @@ class KDAMetadataBuilder:
         """Speculative rows, then prefills, as schedulers order them: everything is a slice, nothing is gathered."""
         spec_rows, cut, rows = metadata.num_spec_decodes, metadata.num_spec_decode_tokens, metadata.num_reqs
         table, end = self._state_table(batch), cut + metadata.num_prefill_tokens
-        if len(self._tokens) < end:
-            self._tokens = torch.arange(1 << end.bit_length(), device=self.device)
-        if len(self._flags) < 2 * rows:
-            self._flags = torch.arange(2 << rows.bit_length(), device=self.device) < 1 << rows.bit_length()
+        with on_device(accepted):
+            numbers, flags, half = _numbers(end, accepted), *_flags(rows, accepted)
         metadata.spec_leads = True
         metadata.spec_query_start_loc = view(batch.query_start_loc, (spec_rows + 1,), batch.query_start_loc.stride(), 0)
         metadata.spec_state_indices_tensor = view(table, (spec_rows, self.columns), table.stride(), 0)
         metadata.num_accepted_tokens = view(accepted, (spec_rows,), accepted.stride(), 0)
-        metadata.spec_sequence_masks = view(self._flags, (rows,), (1,), len(self._flags) // 2 - spec_rows)
-        metadata.spec_token_indx = view(self._tokens, (cut,), (1,), 0)
-        metadata.non_spec_token_indx = view(self._tokens, (end - cut,), (1,), cut)
+        metadata.spec_sequence_masks = view(flags, (rows,), (1,), half - spec_rows)
+        metadata.spec_token_indx = view(numbers, (cut,), (1,), 0)
+        metadata.non_spec_token_indx = view(numbers, (end - cut,), (1,), cut)
         self._prefills(metadata, batch, table, starts, spec_rows, 0)
         metadata.non_spec_query_start_loc = metadata.prefill_query_start_loc
         metadata.non_spec_query_start_loc_cpu = metadata.prefill_query_start_loc_cpu
@@ -260,6 +260,22 @@ class KDAMetadataBuilder:
         first = (batch.seq_lens - 1).clamp_(min=0).div_(self.block_size, rounding_mode="floor")
         columns = (first[:, None] + self._steps).clamp_(max=batch.block_table.shape[1] - 1)
         return batch.block_table[:len(first)].gather(1, columns)
+
+
+_constants = Constants(512)  # of all builders: made on the stream of one step, read on those of others
+
+
+def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, ...: int64, at least ``count`` of them, on a tensor's device."""
+    size = 1 << max(13, count.bit_length())  # few sizes, so that a step seldom is the first of its size
+    return _constants.get(("numbers", size, like.get_device()), like, lambda: (torch.arange(size, device=like.device),))[0]
+
+
+def _flags(count: int, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(bools: as many True and then as many False as the int says, which is at least ``count``) on a tensor's device."""
+    half = 1 << max(9, count.bit_length())
+    make = lambda: (torch.arange(2 * half, device=like.device) < half,)
+    return _constants.get(("flags", half, like.get_device()), like, make)[0], half
 
 
 def _boundaries(lens: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from serving_driver import PAD, Driver, Row, spec
 
+from kdagen.ops._lanes import Constants
 from kdagen.serving import (
     Batch,
     Checkpoint,
@@ -18,6 +19,7 @@ from kdagen.serving import (
     KDAMetadataBuilder,
     StaleGraphInput,
 )
+from kdagen.serving import builder as builder_module
 from kdagen.serving.loop import make_engine, make_requests, tolerance
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +87,27 @@ def test_build_never_waits_for_the_device(step, staged, mode):
     if want.checkpoint is not None:
         assert torch.equal(got.checkpoint.offsets.cpu(), want.checkpoint.offsets)
         assert torch.equal(got.checkpoint.state_indices.cpu(), want.checkpoint.state_indices)
+
+
+def test_what_steps_share_is_ready_on_any_stream(monkeypatch):
+    """Token numbers and flags are made on the stream of the first step that wants them: here a late one, over garbage."""
+    lens, drafts = STEPS["mixed, leading"]
+    rows, late = len(lens), torch.cuda.Stream()
+    batch = Batch.make(lens, [n + 9 for n in lens], table_of(rows, 8), is_prefilling=[n > 4 for n in lens], device="cuda")
+    arguments = batch, torch.ones(rows, dtype=torch.int32, device="cuda"), np.array(drafts, np.int32)
+    builder = KDAMetadataBuilder("cuda", 3)
+    builder.build(*arguments)  # compiles
+    torch.cuda.synchronize()
+    monkeypatch.setattr(builder_module, "_constants", Constants(8))
+    with torch.cuda.stream(late):
+        for size, dtype in ((1 << 13, torch.int64), (1 << 10, torch.int64), (1 << 10, torch.bool)):
+            torch.full((size,), 77, device="cuda").to(dtype)
+        torch.cuda._sleep(40_000_000)
+        builder.build(*arguments)
+    got = builder.build(*arguments)
+    tokens, flags = torch.cat([got.spec_token_indx, got.non_spec_token_indx]), got.spec_sequence_masks.clone()
+    torch.cuda.synchronize()
+    assert tokens.tolist() == list(range(sum(lens))) and flags.tolist() == [draft >= 0 for draft in drafts]
 
 
 @pytest.mark.parametrize("k", [0, 3])
