@@ -19,8 +19,8 @@ SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
 @pytest.mark.parametrize("rows, longest, N, HV, form", [
     (128, 128, 1, 96, "windows"), (128, 128, 1, 32, "segments"), (512, 512, 1, 32, "segments"),
     (128, 128, 1, 16, "segments"),
-    (128, 128, 2, 16, "serial"), (63, 63, 1, 24, "windows"),
-    (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "windows"),
+    (128, 128, 2, 16, "serial"), (63, 63, 1, 24, "serial"),
+    (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "serial"),
     (31, 31, 1, 32, "serial"), (131, 48, 6, 32, "serial"), (128, 2, 64, 32, "serial"),
     (128, 128, 1, 12, "segments"), (32, 32, 1, 12, "segments"), (1024, 1024, 1, 8, "segments"), (1, 1, 1, 4, "serial"),
     (512, 0, 1, 32, "serial"), (128, 0, 1, 4, "serial"), (0, 0, 1, 4, "serial"),
@@ -279,7 +279,7 @@ def recorded(monkeypatch):
     choice = segments, {"num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(prefill_sm90.Layout, "segments", lambda self: choice)
     prepare = module("prefill_prepare", Schedule.make(form="gluon", warps=4, stages=1))
-    state = module("prefill_state", Schedule.make(form="tma", bv=64, warps=4, stages=3))
+    state = module("prefill_state", Schedule.make(form="gluon", bv=64, warps=4, stages=3))
     kernels = prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
         prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
         state=state.launch, state_options={"num_warps": 4, "num_stages": 3}, row_bytes=74240)

@@ -51,6 +51,12 @@ def precision(spec: Spec) -> str:
     return ", input_precision=PRECISION" if spec.dtype == "fp32" else ""
 
 
+def gluon_tile(rows: int, columns: int) -> str:
+    """Triton's type of a host descriptor of bf16 tiles, as the Gluon forms declare them."""
+    return (f"tensordesc<bf16[{rows}, {columns}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, "
+            "transposed=False, fp4_padded=False, cga_layout=[])>")
+
+
 class Prepare(Family):
     name = "prefill_prepare"
     title = "chunk-local half of prefill: gate, decayed products, inverse, w and u"
@@ -135,10 +141,7 @@ class Prepare(Family):
     @staticmethod
     def _gluon_kernel(spec: Spec) -> Kernel:
         """Of the forms gluon and levels: tiles come and go through host descriptors."""
-        def tile(width):
-            return (f"tensordesc<bf16[{spec.chunk}, {width}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, "
-                    "rank=2, transposed=False, fp4_padded=False, cga_layout=[])>")
-
+        tile = lambda width: gluon_tile(spec.chunk, width)
         signature = dict.fromkeys(("q", "k", "v", "g", "qg", "kg", "w", "u"), tile(spec.k)) | {"aqk": tile(spec.chunk)}
         signature |= pointers("bf16", "beta") | pointers("fp32", "A_log", "dt_bias", "dec")
         signature |= {"chunk_table": "*i32", "prefix": "*fp16"}

@@ -2,7 +2,8 @@
 
 A program is ``bv`` rows of V of one (sequence, value head, segment), with its part of the state, transposed to [BV, K], in
 registers from the first chunk to the last. Everything that only drops a branch (slots, checkpoints, the state's layout,
-inner starts and ends) is a constexpr of one file. Form ``tma`` (sm90) reads the intermediates through descriptors.
+inner starts and ends) is a constexpr of one file. Form ``gluon`` (sm90) has a warp that fetches tiles through descriptors,
+and asynchronous products.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
-from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.families.prefill_prepare import gluon_tile, padded, precision, refuse_hopper_form, refuse_sizes
 from kdagen.spec import Problem, Schedule, Spec, Target
 
 STRIDES = ("so_t", "so_h", "sin_n", "sin_h", "sout_n", "sout_h", "sck_n", "sck_h")
@@ -24,23 +25,30 @@ def stage_bytes(spec: Spec, bv: int) -> int:
 
 
 def refuse_rows(schedule: Schedule, rows: int) -> str | None:
-    """The reason why the tma form cannot take so many rows of state (or of a map): it has 16 a warp."""
-    if schedule.warps and rows != 16 * schedule.warps:
-        return f"the tma form has 16 rows of state a warp, not {rows} in {schedule.warps} warps"
+    """The reason why an sm90 form cannot take so many rows of state (or of a map): it has 16 a warp, four or eight warps."""
+    if rows not in (64, 128) or (schedule.warps and rows != 16 * schedule.warps):
+        return f"the {schedule.form} form has 16 rows of state a warp, 64 or 128 in all, not {rows} in {schedule.warps} warps"
     return None
+
+
+def launch_options(bv: int) -> dict[str, int]:
+    """What the gluon form is compiled with: a program of eight computing warps has twelve in all to share the registers."""
+    return {"maxnreg": 168} if bv == 128 else {}
 
 
 class State(Family):
     name = "prefill_state"
     title = "serial half of prefill: the state over the chunks, and the outputs"
-    forms = ("", "tma")
+    forms = ("", "gluon")
     space = {"bv": (16, 32, 64, 128)}
     warps = (4, 8)
     stages = (1, 2, 3, 4)
     chunked = True
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
-        return {"kp": padded(spec.k), "vp": padded(spec.v), "bv": schedule.block.get("bv", 64), "precision": precision(spec)}
+        bv = schedule.block.get("bv", 64)
+        return {"kp": padded(spec.k), "vp": padded(spec.v), "bv": bv, "precision": precision(spec),
+                "options": "".join(f", {name}={value}" for name, value in launch_options(bv).items())}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if reason := self.refuse_chunk(spec) or refuse_sizes(spec) or self.refuse_threads(schedule, target):
@@ -59,7 +67,7 @@ class State(Family):
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """On sm90 the tma form, else as many stages as fit, up to 3; a wide tile of V once the heads alone fill the device.
+        """On sm90 the gluon form, else as many stages as fit, up to 3; a wide tile of V once the heads alone fill the device.
 
         The sm90 rule is measured on the H200: BV = 128 halves the loads, BV = 64 the length of a step.
         """
@@ -68,7 +76,7 @@ class State(Family):
             programs = 0 if problem is None else problem.seqs * problem.heads
             many = problem is not None and (programs >= 400 or problem.tokens <= 2 * spec.chunk * problem.seqs)
             wide = many or (programs >= 90 and problem.seqs == 1)
-            schedule = Schedule.make(form="tma", bv=128 if wide else 64, warps=8 if wide else 4, stages=3)
+            schedule = Schedule.make(form="gluon", bv=128 if wide else 64, warps=8 if wide else 4, stages=3)
             if self.supports(spec, schedule, target) is None:
                 return schedule
         wide = problem is not None and target is not None and problem.seqs * problem.heads * vp >= 80 * 128
@@ -95,7 +103,7 @@ class State(Family):
 
     def kernels(self, spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
         if schedule.form:
-            return self._tma_kernels(spec, schedule)
+            return self._gluon_kernels(spec, schedule)
         intermediates = pointers(spec.dtype, "qg", "kg", "w", "u", "aqk") | {"dec": "*fp32"}
         sizes = dict.fromkeys(("T", "row_begin", "row_end", "slot_base", "seg_begin", "seg_chunks", "mid_stride",
                                "checkpoints", "pad_slot", "slots", "N", "HV", *STRIDES, *SLOT_STRIDES), "i32")
@@ -114,8 +122,8 @@ class State(Family):
         return plain, pool, inner
 
     @staticmethod
-    def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
-        tile = lambda width: f"tensordesc<bf16[{spec.chunk}, {width}]>"
+    def _gluon_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
+        tile = lambda width: gluon_tile(spec.chunk, width)
         signature = dict.fromkeys(("qg", "kg", "w"), tile(spec.k))
         signature |= {"u": tile(schedule.block["bv"]), "aqk": tile(spec.chunk)}
         signature |= {"dec": "*fp32", "o": "*bf16", "cu_seqlens": "*i32", "chunk_offsets": "*i64", "has_initial": "*i1"}
@@ -130,7 +138,7 @@ class State(Family):
         for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):
             kept = {name: kind for name, kind in signature.items() if name not in absent}
             constants = dict.fromkeys(absent) | {"V_FIRST": True, "STAGES": schedule.stages}
-            found.append(Kernel("state_kernel", kept, constants, tuple(strides)))
+            found.append(Kernel("state_kernel", kept, constants, tuple(strides), launch_options(schedule.block["bv"])))
         return tuple(found)
 
     def committed(self) -> Iterable[Spec]:

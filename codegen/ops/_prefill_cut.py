@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 C, K, V = 64, 128, 128   # all that the forms support
 WHOLE = 1 << 30          # chunks of the only segment of an uncut sequence
-MIN_SEGMENT = 8          # chunks: shorter segments cost more in maps than they save
+MIN_SEGMENT = 12         # chunks: shorter segments cost more in maps than they save
 
 MAIN, SIDE, HIGH, MAPS = "main", "side", "high", "maps"  # the caller's stream, and three of the thread's own (_lanes.py)
 
@@ -40,35 +40,24 @@ class Share(NamedTuple):
 
 # By the most heads. The head is as long as prepare takes; the others, two programs a head and segment, walk at once.
 SHARES = (
-    Share(5, 8, 1, ()), Share(9, 8, 2, (1 / 2,)), Share(13, 6, 2, (1 / 3, 2 / 3)), Share(18, 7, 3, (1 / 2,)),
-    Share(26, 6, 4, (3 / 8, 11 / 16)), Share(33, 8, 6, (1 / 2, 3 / 4)),
+    Share(5, 8, 1, ()), Share(9, 6, 2, (1 / 2,)), Share(13, 5, 2, (1 / 2,)), Share(18, 4, 2, (1 / 2,)),
+    Share(33, 4, 3, (1 / 2, 3 / 4)),
 )
-LONGER = {  # from 256 chunks on
-    9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3)),
-    33: Share(33, 8, 6, (1 / 2, 11 / 16, 7 / 8)),
-}
+LONGER = {9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3))}  # from 256 chunks on
 
 
 def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms: int = 132) -> Plan:
     """The cut of N sequences of ``rows`` chunks in all; ``longest``: chunks of the longest one, 0 if the host does not know.
 
     Measured on the H200: one long sequence is cut in segments up to 33 heads, several up to 12 heads in all; windows alone
-    pay from 90 heads on, and where a sequence of 16 to 33 heads is short or shall not be cut in segments.
+    pay from 90 heads on, and where a sequence of 16 to 33 heads shall not be cut in segments.
     """
     programs = N * HV
     alone = N == 1 and longest == rows
-    if segments and alone and programs <= SHARES[-1].heads and rows >= 3 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
+    if segments and alone and programs <= SHARES[-1].heads and rows >= 2 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
         return _shared(rows, next(share for share in SHARES if programs <= share.heads))
-    if alone and rows >= 32 and (16 <= programs <= 33 or (programs >= 90 and rows >= 64)):
-        if programs >= 90:
-            shares = (0.65, 0.85)
-        elif rows < 64:
-            shares = (1 / 2,)
-        elif rows >= 256:
-            shares = (1 / 2, 4 / 6, 5 / 6)
-        else:
-            shares = (1 / 2, 3 / 4)
-        return Plan("windows", _edges(rows, shares))
+    if alone and rows >= 64 and (16 <= programs <= 33 or programs >= 90):
+        return Plan("windows", _edges(rows, (0.65, 0.85) if programs >= 90 else (1 / 2, 3 / 4)))
     if segments and programs <= 12 and longest >= 3 * MIN_SEGMENT:
         # The others beside the first one: as many as walk at once, with two programs a head.
         count = max(2, min(1 + sms // (2 * programs), longest // MIN_SEGMENT))

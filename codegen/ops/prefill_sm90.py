@@ -1,6 +1,6 @@
 """The sm90 forms of prefill, launched: prebuilt tensor maps, token windows and segments side by side on streams.
 
-``run`` does the launches of one ``chunk_kda`` call whose forms are ``gluon`` (prepare) and ``tma`` (state). It differs from
+``run`` does the launches of one ``chunk_kda`` call whose forms are ``gluon`` or ``levels`` (prepare) and ``gluon`` (state). It differs from
 the portable sequence in host time and in overlap: however the rows are cut into windows, the results are the same bits.
 Nothing here waits for the device, and all of it can be captured in a graph. What is launched, on which streams and with
 which events between them, says ``_prefill_cut.steps``; here it is bound to a call's addresses and done. A call that comes
@@ -59,9 +59,7 @@ def run(call, matrices: Callable, cut: Plan | None = None) -> bool:
             return False
         if len(_LAYOUTS) >= MAX_LAYOUTS:
             _LAYOUTS.clear()
-        # prepare of a softplus gate takes longer: with many heads, maps beside it cost more than the shorter walk gains
-        may_cut = not call.batch_invariant and (call.kernels.gate == "bounded" or call.HV <= 18)
-        made = cut or plan(rows, call.longest, call.N, call.HV, segments=may_cut)
+        made = cut or plan(rows, call.longest, call.N, call.HV, segments=not call.batch_invariant)
         layout = _LAYOUTS[key] = Layout(call, made, tiles)
     prefix = matrices(call.kernels.prepare_module, call.q)
     # The workspace is the main stream's, which goes on, here and in a graph, after all work of the other streams: whatever

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   39c804e2912831cbf0e5854c093eb5b72ac4ef9ce09cfe45438c4d801f687429
+# inputs:   2fb9b88ce29da4e350862637b5f6842da67a5cf61081884d847436efd4d8d78c
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -46,8 +46,8 @@ STORED = gl.constexpr(gl.DistributedLinearLayout(
 
 # Triton 3.6 and later versions name these differently.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 view_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   f830f00a36a0e06e6530bea371de1911a23fae64abd205ae24e79af101871ef9
+# inputs:   dd3c3413a859a44ee7e10eb9aca06c2bacb81f4b019378bebb0c1c3fd4cf4cdc
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, down to leaves of 8 rows.
 
@@ -47,8 +47,8 @@ STORED = gl.constexpr(gl.DistributedLinearLayout(
 
 # Triton 3.6 and later versions name these differently.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 view_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 

@@ -29,7 +29,7 @@ def module(family, **blocks):
 
 
 def kernels(bv=64):
-    prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form="tma", bv=bv)
+    prepare, state = module("prefill_prepare", form="gluon"), module("prefill_state", form="gluon", bv=bv)
     return prefill_plan.Kernels(*[None] * len(prefill_plan.Kernels._fields))._replace(
         prepare=prepare.launch, prepare_options={"num_warps": 4, "num_stages": 1}, prepare_module=prepare,
         state=state.launch, state_options={"num_warps": 4 if bv == 64 else 8, "num_stages": 3},
