@@ -2,10 +2,10 @@
 
 The order is the one of docs/dispatch.md:
  1. pinned: ``with kdagen.pin(...)`` or KDAGEN_PIN;
- 2. the fresh rows of exactly this Spec that fit the device and are no quirk;
- 3. among them: same product and SM count, then same architecture; nearest Triton minor; nearest load, at most two
-    octaves away; then the name;
- 4. the family's default.
+ 2. the nearest fresh row of exactly this Spec that fits the device and is no quirk: same product and SM count, then same
+    architecture; nearest Triton minor; nearest load, at most two octaves away; then the name;
+ 3. the family's default, also in the place of a row of 2 that is no nearer, by product, Triton and load, than a load that
+    a sweep left to this default (the ``.swept`` files).
 Ops keep what ``pick`` answers in a ``memo``, so the hot path is one lookup of a plain tuple.
 """
 
@@ -200,9 +200,9 @@ def _kept(spec: Spec, load: tuple[int, int], target: Target, default: Schedule) 
 
 
 def _default_is_nearer(spec: Spec, load: tuple[int, int], target: Target, default: Schedule, row: table.Row) -> bool:
-    """Whether a sweep of this very device left a load to the default that is as near to this one as the row's, or nearer."""
-    return any(verdict.why != "arch" and _order(verdict.row, load, target) <= _order(row, load, target)
-               for verdict in _kept(spec, load, target, default))
+    """Whether a sweep left a load to this default that is as near to this one as the row's, or nearer, in rank's order."""
+    kept = _kept(spec, load, target, default)
+    return bool(kept) and _order(kept[0].row, load, target) <= _order(row, load, target)
 
 
 def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[Verdict]]:

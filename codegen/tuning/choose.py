@@ -1,7 +1,8 @@
 """From final times to rows: the fewest variants within 3 % over a Spec's load buckets, and no row that gains nothing.
 
-Dispatch takes a row up to two octaves away, so a bucket without a row inherits its neighbour's. Where that would cost more
-than the margin, the bucket gets a *fence*: a row that names the default schedule itself.
+Each bucket in which the default was timed gets one row. Where the choice gains something it is a tuned row; elsewhere it
+says that the default was kept (the ``.swept`` file), and dispatch weighs that like a row: it takes a tuned row up to two
+octaves away, but not where a kept default is as near.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kdagen import dispatch, table
+from kdagen import table
 from kdagen.render import inputs_hash
-from kdagen.spec import Schedule, Spec, Target, Variant
+from kdagen.spec import Schedule, Spec, Variant
 
 WITHIN = 0.03
 
@@ -30,7 +31,6 @@ class Finals(NamedTuple):
     """All final times of one Spec at one load bucket, with the default rule's schedule there."""
 
     load: tuple[int, int]     # the bucket
-    sizes: tuple[int, int]    # (programs, steps) of the problem measured
     default: Schedule
     timed: tuple[Timed, ...]
     ran: int | None = None    # schedules that ran here, these among them
@@ -74,27 +74,15 @@ def _covered(f: Finals, keys: set[Schedule], within: float) -> bool:
     return bool(fit) and min(fit) <= f.best.us * (1 + within)
 
 
-def rows(spec: Spec, finals: Iterable[Finals], env: dict, target: Target) -> list[table.Row]:
-    """The Spec's tuned rows: where the choice gains at least ``table.MARGIN`` over the default, and the fences."""
-    finals = sorted((f for f in finals if f.of(f.default)), key=lambda f: f.load)
+def rows(spec: Spec, finals: Iterable[Finals], env: dict) -> list[table.Row]:
+    """The Spec's tuned rows: where the choice gains at least ``table.MARGIN`` over the default."""
+    finals = [f for f in finals if f.of(f.default)]
     picks = fewest(finals)
-    out = {f.load: _row(spec, f, picks[f.load], env) for f in finals if _gains(f, picks[f.load])}
-    # A bucket left without a row may inherit a neighbour's: look with dispatch's own eyes, and fence it off if that costs.
-    for f in finals:
-        if f.load in out:
-            continue
-        ranked = dispatch.rank(spec, f.sizes, target, tuple(out.values()))
-        if not ranked or ranked[0].rank != 0:
-            continue
-        inherited, default = f.of(ranked[0].schedule), f.of(f.default)
-        if ranked[0].schedule != f.default and (
-                inherited is None or inherited.us > default.us * (1 + table.MARGIN)):
-            out[f.load] = _row(spec, f, default, env)
-    return sorted(out.values())
+    return sorted(_row(spec, f, picks[f.load], env) for f in finals if _gains(f, picks[f.load]))
 
 
 def kept(spec: Spec, finals: Iterable[Finals], tuned: Iterable[table.Row], env: dict) -> list[table.Row]:
-    """Rows that say of the other buckets what their default took, and the best of the others: what explain tells."""
+    """Of the other buckets, rows of the default that was kept: what it took, and the best of the others."""
     taken = {row.load for row in tuned}
     return sorted(_row(spec, f, f.of(f.default), env) for f in finals if f.of(f.default) and f.load not in taken)
 

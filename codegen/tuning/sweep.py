@@ -266,8 +266,7 @@ class Sweep:
                                           checked["repeat"]))
         if not timed:
             return "final timing failed"
-        sizes = families.get(point.spec.family).load(point.spec, point.problem)
-        final = choose.Finals(point.load, sizes, default, tuple(timed), ran)
+        final = choose.Finals(point.load, default, tuple(timed), ran)
         with self.lock:
             self.finals.setdefault(point.spec.name, {})[point.load] = final
         best, mine = final.best, final.of(default)
@@ -282,7 +281,7 @@ class Sweep:
             finals = {name: list(buckets.values()) for name, buckets in self.finals.items()}
         specs, tuned, kept = {point.spec.name: point.spec for point in self.points}, [], []
         for name, buckets in finals.items():
-            rows = choose.rows(specs[name], buckets, self.env, self.target)
+            rows = choose.rows(specs[name], buckets, self.env)
             tuned += rows
             kept += choose.kept(specs[name], buckets, rows, self.env)
         return sorted(tuned), kept
