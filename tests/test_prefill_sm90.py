@@ -22,7 +22,7 @@ SIZES = dict(chunk=64, k=128, v=128, dtype="bf16")
     (128, 128, 2, 16, "serial"), (63, 63, 1, 24, "serial"),
     (128, 128, 1, 64, "serial"), (32, 32, 1, 32, "serial"),
     (31, 31, 1, 32, "serial"), (131, 48, 6, 32, "serial"), (128, 2, 64, 32, "serial"),
-    (128, 128, 1, 12, "segments"), (32, 32, 1, 12, "segments"), (1024, 1024, 1, 8, "segments"), (1, 1, 1, 4, "serial"),
+    (128, 128, 1, 12, "segments"), (32, 32, 1, 12, "serial"), (1024, 1024, 1, 8, "segments"), (1, 1, 1, 4, "serial"),
     (512, 0, 1, 32, "serial"), (128, 0, 1, 4, "serial"), (0, 0, 1, 4, "serial"),
 ])
 def test_plan(rows, longest, N, HV, form):

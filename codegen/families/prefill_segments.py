@@ -1,7 +1,7 @@
 """Prefill of few long heads: the map of each segment, and the states between segments. Template: prefill_segments.py.j2.
 
 The state after a segment is h P + OFF in the state h before it. ``map_kernel`` finds P and OFF of all inner segments side by
-side, ``combine_kernel`` chains them; then prefill_state walks all segments at once. Form ``tma`` (sm90): as prefill_state's.
+side, ``combine_kernel`` chains them; then prefill_state walks all segments at once. Form ``tma`` is for sm90.
 Schedule: ``bm`` rows of OFF (V of them) or of P (K) in a program of the map.
 """
 

@@ -27,7 +27,7 @@ def stage_bytes(spec: Spec, bv: int) -> int:
 def refuse_rows(schedule: Schedule, rows: int) -> str | None:
     """The reason why an sm90 form cannot take so many rows of state (or of a map): it has 16 a warp, four or eight warps."""
     if rows not in (64, 128) or (schedule.warps and rows != 16 * schedule.warps):
-        return f"the {schedule.form} form has 16 rows of state a warp, 64 or 128 in all, not {rows} in {schedule.warps} warps"
+        return f"the {schedule.form} form has 64 or 128 rows of state, 16 a warp, not {rows} in {schedule.warps} warps"
     return None
 
 
@@ -67,7 +67,7 @@ class State(Family):
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """On sm90 the gluon form, else as many stages as fit, up to 3; a wide tile of V once the heads alone fill the device.
+        """On sm90 the gluon form, else as many stages as fit, up to 3; a wide tile of V once the heads fill the device.
 
         The sm90 rule is measured on the H200: BV = 128 halves the loads, BV = 64 the length of a step.
         """

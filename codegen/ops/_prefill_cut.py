@@ -43,7 +43,7 @@ SHARES = (
     Share(5, 8, 1, ()), Share(9, 6, 2, (1 / 2,)), Share(13, 5, 2, (1 / 2,)), Share(18, 4, 2, (1 / 2,)),
     Share(33, 4, 3, (1 / 2, 3 / 4)),
 )
-LONGER = {9: Share(9, 11, 3, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3))}  # from 256 chunks on
+LONGER = {9: Share(9, 12, 4, (1 / 4, 1 / 2, 3 / 4)), 13: Share(13, 8, 3, (1 / 3, 2 / 3))}  # from 256 chunks on
 
 
 def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms: int = 132) -> Plan:
@@ -54,7 +54,7 @@ def plan(rows: int, longest: int, N: int, HV: int, *, segments: bool = True, sms
     """
     programs = N * HV
     alone = N == 1 and longest == rows
-    if segments and alone and programs <= SHARES[-1].heads and rows >= 2 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
+    if segments and alone and programs <= SHARES[-1].heads and rows >= 3 * MIN_SEGMENT and (programs <= 18 or rows >= 64):
         return _shared(rows, next(share for share in SHARES if programs <= share.heads))
     if alone and rows >= 64 and (16 <= programs <= 33 or programs >= 90):
         return Plan("windows", _edges(rows, (0.65, 0.85) if programs >= 90 else (1 / 2, 3 / 4)))

@@ -1,7 +1,7 @@
 """The sm90 forms of prefill, launched: prebuilt tensor maps, token windows and segments side by side on streams.
 
-``run`` does the launches of one ``chunk_kda`` call whose forms are ``gluon`` or ``levels`` (prepare) and ``gluon`` (state). It differs from
-the portable sequence in host time and in overlap: however the rows are cut into windows, the results are the same bits.
+``run`` does the launches of one ``chunk_kda`` call whose forms are ``gluon`` or ``levels`` (prepare) and ``gluon`` (state).
+It differs from the portable sequence in host time and in overlap: the results are the same bits for any windows.
 Nothing here waits for the device, and all of it can be captured in a graph. What is launched, on which streams and with
 which events between them, says ``_prefill_cut.steps``; here it is bound to a call's addresses and done. A call that comes
 again and again with the same addresses is replayed as a CUDA graph of its own (``_lanes.Bound``).
