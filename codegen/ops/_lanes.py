@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from kdagen.ops._captures import is_capturing, permitted
 from kdagen.ops._lasting import lasting
 from kdagen.ops._prefill_cut import HIGH, MAIN, MAPS, SIDE
 
@@ -14,7 +15,7 @@ PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5}  # the state pass and the maps: their p
 MAX_CALLS = 1024  # bound calls that a thread remembers on a device
 GRAPH_AT = 4      # the time that a call comes with the same addresses at which it becomes a graph: that costs as much as a
 #                   replay saves in three or four calls, and most calls never come again
-MAX_GRAPHS = 256  # graphs that a thread keeps on a device
+MAX_GRAPHS = 256  # graphs of this process, all kept: to drop one while something captures would break the capture
 
 Functions = list[tuple[Callable, tuple]]
 
@@ -51,7 +52,6 @@ class Lanes:
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.events: list[torch.cuda.Event] = []
         self.calls: dict[tuple, Bound] = {}  # by layout and all addresses
-        self.graphs = 0
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A stream of _prefill_cut's names: the current one, or one of the thread's own."""
@@ -64,25 +64,24 @@ class Lanes:
 
     def keep(self, key: tuple, bound: Bound) -> None:
         if len(self.calls) >= MAX_CALLS:
-            self.calls.clear()
-            self.graphs = 0
+            self.calls = {key: other for key, other in self.calls.items() if other.graph is not None}
         self.calls[key] = bound
 
     def graph(self, bind: Callable[[Lanes], Functions | None]) -> torch.cuda.CUDAGraph | None:
         """What ``bind(self)`` gives for the stream it is called on, as a graph to be replayed on any; None once there are
-        many. Nothing is allocated in it and nothing runs yet; other threads may go on meanwhile."""
-        if self.graphs >= MAX_GRAPHS:
+        many. Nothing runs yet; other threads may go on meanwhile, and capture graphs of their own."""
+        if len(_GRAPHS) >= MAX_GRAPHS:
             return None
-        made = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.streams.setdefault("graph", torch.cuda.Stream(self.device))):
+        with permitted(), torch.cuda.stream(self.streams.setdefault("graph", torch.cuda.Stream(self.device))):
             functions = bind(self)
             if functions is None:
                 return None
+            made = torch.cuda.CUDAGraph()
             made.capture_begin(capture_error_mode="thread_local")
             for function, arguments in functions:
                 function(*arguments)
             made.capture_end()
-        self.graphs += 1
+        _GRAPHS.append(made)
         return made
 
     def event(self, index: int) -> torch.cuda.Event:
@@ -100,6 +99,7 @@ class Lanes:
 
 
 _LOCAL = threading.local()
+_GRAPHS: list[torch.cuda.CUDAGraph] = []
 
 
 def lanes(device: int) -> Lanes:
@@ -169,11 +169,10 @@ class Made:
         event = self.event
         if event is None:
             return True
-        if torch.cuda.is_current_stream_capturing() or not event.query():
+        if torch.cuda.is_current_stream_capturing():
             return False
+        with permitted():
+            if not event.query():
+                return False
         self.event = None
         return True
-
-
-def is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,8 @@ from collections import deque
 import numpy as np
 import torch
 
+from kdagen.ops._captures import permitted
+
 SLOTS = 32
 
 
@@ -37,7 +39,7 @@ class _Stream:
         if self.open is not None:
             self.open.event.record()
             self.busy.append(self.open)
-        if self.busy and self.busy[0].event.query():
+        if self.busy and self._over(self.busy[0]):
             page = self.busy.popleft()
             if page.width >= width:
                 page.used = 0
@@ -45,6 +47,11 @@ class _Stream:
                 return page
         self.open = _Page(1 << max(9, (width - 1).bit_length()))
         return self.open
+
+    @staticmethod
+    def _over(page: _Page) -> bool:
+        with permitted():
+            return page.event.query()
 
 
 class _Streams(threading.local):

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_gluon.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16__gluon
-# inputs:   2fb9b88ce29da4e350862637b5f6842da67a5cf61081884d847436efd4d8d78c
+# inputs:   b01e9743db83ba063909ab05a633ef6434573893dd7b613209bfdab5701dd252
 
 """Prefill, first kernel, for sm90: all that a chunk of one head can compute without the incoming state.
 
@@ -23,7 +23,8 @@ or 2^-F times a vector over the channels, and a power of two, exact in bf16, whe
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SPEC = {'family': 'prefill_prepare', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16'}
@@ -184,12 +185,17 @@ def by_half(s_pair):
 
 
 @gluon.jit
-def product(b_rows, s_1, s_3, is_lower):
-    """rows (columns)^T [C, C] of khat 2^F; the lower rows see the columns of the upper half as khat 2^F'."""
+def begin_product(b_rows, s_1, s_3):
+    """Start rows (columns)^T of khat 2^F [C, C], and of khat 2^F' [C, 32]: the upper half as the lower rows see it."""
     zero = gl.zeros([64, 64], gl.float32, ACC_C)
-    own = warpgroup_mma(b_rows, s_1.permute([1, 0]), zero, use_acc=False)
+    own = warpgroup_mma(b_rows, s_1.permute([1, 0]), zero, use_acc=False, is_async=True)
     zero = gl.zeros([64, 32], gl.float32, ACC_H)
-    across = warpgroup_mma(b_rows, s_3.slice(0, 32, dim=0).permute([1, 0]), zero, use_acc=False)
+    return own, warpgroup_mma(b_rows, s_3.slice(0, 32, dim=0).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def end_product(own, across, is_lower):
+    """Both put together: for the lower rows the columns of the upper half come from ``across``."""
     left, right = own.reshape([64, 2, 32]).permute([0, 2, 1]).split()
     left = gl.where(is_lower, across, gl.convert_layout(left, ACC_H, assert_trivial=True))
     both = gl.join(left, gl.convert_layout(right, ACC_H, assert_trivial=True))
@@ -266,6 +272,9 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     root = gl.rsqrt(gl.exp2(fp32_of(s_0.load(ACC)) * slope + b_bias[None, :]) * a + a)
     s_gate = view_as(s_0, gl.float16, [64, 128], TILE)
     s_gate.store((root * (root * -1.0)).to(gl.float16))  # a negation by 0 - x would be one instruction more
+    fence_async_shared()
+    zero_v = gl.zeros([128, 8], gl.float32, ACC_V)
+    b_sums = warpgroup_mma(s_gate.permute([1, 0]), s_sum.permute([1, 0]), zero_v, use_acc=False, is_async=True)
 
     # khat = k / |k|
     mbarrier.wait(k_landed, 0)
@@ -275,12 +284,10 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     if USE_L2NORM:
         k_f = fp32_of(b_k)
         b_k = (k_f * gl.rsqrt(gl.sum(k_f * k_f, axis=1) + 1e-6)[:, None]).to(gl.bfloat16)
-    fence_async_shared()
 
-    # The sums of the gate over each half by channel, b_31 and b_63 - b_31, and the vectors made of them
+    # b_sums: the gate over each half by channel, b_31 and b_63 - b_31; and the vectors made of them
     c = (lower_bound * -23.083120654223414).to(gl.int32).to(gl.float32)  # whole: 2^c is exact in bf16
-    zero_v = gl.zeros([128, 8], gl.float32, ACC_V)
-    b_sums = warpgroup_mma(s_gate.permute([1, 0]), s_sum.permute([1, 0]), zero_v, use_acc=False)
+    b_sums = warpgroup_mma_wait(0, deps=[b_sums])
     i_s = gl.arange(0, 8, gl.SliceLayout(0, ACC_V))[None, :]
     b_upper = gl.sum(gl.where(i_s == 0, b_sums, 0.0), axis=1)
     b_lower = gl.sum(gl.where(i_s == 1, b_sums, 0.0), axis=1)
@@ -330,8 +337,12 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     cj = j[None, :]
     is_lower = gl.arange(0, 64, gl.SliceLayout(1, ACC_H))[:, None] >= 32
     b_qr = operand(b_q * b_row, LEFT_C)
-    b_aqk = gl.where(ri >= cj, product(b_qr, s_1, s_3, is_lower), 0.0).to(gl.bfloat16)
-    b_l = gl.where(ri > cj, product(b_kr, s_1, s_3, is_lower) * b_beta_i[:, None], 0.0).to(gl.float16)
+    own_q, across_q = begin_product(b_qr, s_1, s_3)
+    own_k, across_k = begin_product(b_kr, s_1, s_3)
+    own_q, across_q, b_qr = warpgroup_mma_wait(2, deps=[own_q, across_q, b_qr])
+    b_aqk = gl.where(ri >= cj, end_product(own_q, across_q, is_lower), 0.0).to(gl.bfloat16)
+    own_k, across_k, b_kr = warpgroup_mma_wait(0, deps=[own_k, across_k, b_kr])
+    b_l = gl.where(ri > cj, end_product(own_k, across_k, is_lower) * b_beta_i[:, None], 0.0).to(gl.float16)
     s_aqk = view_as(s_1, gl.bfloat16, [2, 64, 64], TILE).index(0)
     s_aqk.store(b_aqk)
     emit(s_aqk, aqk, row)

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_prepare_levels.py.j2
 # variant:  prefill_prepare__c64_k128_v128_bf16_softplus__levels
-# inputs:   dd3c3413a859a44ee7e10eb9aca06c2bacb81f4b019378bebb0c1c3fd4cf4cdc
+# inputs:   e692a1930adf0459316298905fb9fd707f753fd2cb79e578f740e29d33e71241
 
 """Prefill, first kernel, for sm90 and a gate without a bound: the decays of pairs of rows by levels, down to leaves of 8 rows.
 
@@ -24,7 +24,8 @@ factors stay within 2^+-109.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SPEC = {'family': 'prefill_prepare', 'chunk': 64, 'k': 128, 'v': 128, 'dtype': 'bf16', 'gate': 'softplus'}
@@ -174,6 +175,16 @@ def block_products(b_k, b_q, b_columns):
 
 
 @gluon.jit
+def both_products(b_q, b_k, s_columns):
+    """q columns^T and k columns^T [C, C], one beside the other."""
+    zero = gl.zeros([64, 64], gl.float32, ACC_C)
+    b_qk = warpgroup_mma(b_q, s_columns.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_kk = warpgroup_mma(b_k, s_columns.permute([1, 0]), zero, use_acc=False, is_async=True)
+    b_qk, b_kk, b_q, b_k = warpgroup_mma_wait(0, deps=[b_qk, b_kk, b_q, b_k])
+    return b_qk, b_kk
+
+
+@gluon.jit
 def widen(b_blocks):
     """[4, 16, 16] -> fp32 [C, C] in ACC_C, with copies of a block beside it, from bf16."""
     x = b_blocks.to(gl.bfloat16)
@@ -227,7 +238,6 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     else:
         b_bias = gl.zeros([128], gl.float32, gl.SliceLayout(0, ACC))
     zero = gl.zeros([64, 128], gl.float32, ACC)
-    zero_c = gl.zeros([64, 64], gl.float32, ACC_C)
 
     # Gate: log2 decay = -exp(A_log) (max(z, 0) + log2(1 + t)), z = x log2 e, t = 2^-|z|; log2(1 + t) / t by a polynomial.
     # Kept in fp16 as 32 times that, which the matrices undo: slow decays keep their bits.
@@ -308,8 +318,7 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     b_kf = b_k * b_f
     s_3.store(b_kf)
     fence_async_shared()
-    b_qk32 = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
-    b_kk32 = warpgroup_mma(operand(b_kf, LEFT_C), s_3.permute([1, 0]), zero_c, use_acc=False)
+    b_qk32, b_kk32 = both_products(operand(b_q * b_f, LEFT_C), operand(b_kf, LEFT_C), s_3)
     b_f = gl.exp2(warpgroup_mma(b_m, s_gate, zero, use_acc=False)).to(gl.bfloat16)
     b_kf = b_k * b_f
     s_0.store(b_kf)
@@ -318,9 +327,8 @@ def prepare_kernel(q, k, v, g, beta, A_log, dt_bias, chunk_table, prefix, qg, kg
     j = gl.arange(0, 64, gl.SliceLayout(0, ACC_C))
     ri = i[:, None]
     cj = j[None, :]
-    b_qk = warpgroup_mma(operand(b_q * b_f, LEFT_C), s_0.permute([1, 0]), zero_c, use_acc=False)
+    b_qk, b_kk = both_products(operand(b_q * b_f, LEFT_C), operand(b_kf, LEFT_C), s_0)
     b_qk = gl.where((ri ^ cj) >= 32, b_qk32, b_qk)
-    b_kk = warpgroup_mma(operand(b_kf, LEFT_C), s_0.permute([1, 0]), zero_c, use_acc=False)
     b_kk = gl.where((ri ^ cj) >= 32, b_kk32, b_kk)
 
     # Aqk (j <= i) and L = beta_i Akk (j < i)
