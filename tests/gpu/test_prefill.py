@@ -192,7 +192,7 @@ def test_pools_checkpoints_and_padding(rng, pool_dtype, v_first, which):
                                        cu_seqlens=cu_seqlens(LENGTHS).cuda(), state_v_first=v_first)
     edges = cu_seqlens(LENGTHS).tolist()
     # one sequence alone: its state is made of products of bf16 numbers (3e-3); a bf16 pool rounds before and after
-    limit = 4e-3 if pool_dtype == FP32 else 6e-3
+    limit = 5e-3 if pool_dtype == FP32 else 6e-3  # of a single state (docs/limits.md)
     assert final is None
     for n, slot in enumerate(slots.tolist()):
         rows = slice(edges[n], edges[n + 1])

@@ -290,24 +290,25 @@ def test_graphs_are_made_and_calls_forgotten_beside_a_capture_of_another_thread(
     """torch's captures forbid other threads much of the driver: neither they nor this thread's graphs may break."""
     monkeypatch.setattr(_lanes, "MAX_CALLS", 2)
     calls = [make_call(inputs(rng, 64 * 24, 4), [64 * 24]) for _ in range(4)]
-    cut = CUTS["windows"]
+    cut, stream, x, graph = CUTS["windows"], torch.cuda.Stream(), torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph()
     wanted = [tuple(t.clone() for t in run(call, cut)) for call in calls]
-    x, graph = torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
 
-    def work():
+    def work(times):
         before = len(_lanes._GRAPHS)
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
             for call in calls:
                 poison(call)
-                for _ in range(_lanes.GRAPH_AT + 1):
+                for _ in range(times):
                     assert prefill_sm90.run(call, prefill_plan.matrices_of, cut)
         return len(_lanes._GRAPHS) - before
 
-    with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
-        x += 1
-        made = pool.submit(work).result()
-        x += 1
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work, 1).result()  # torch itself must not need new memory while another thread captures
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            x += 1
+            made = pool.submit(work, _lanes.GRAPH_AT + 1).result()
+            x += 1
     graph.replay()
     torch.cuda.synchronize()
     assert made == len(calls) and (x == 2).all()

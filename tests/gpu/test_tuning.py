@@ -39,7 +39,7 @@ def test_what_is_planned_is_what_the_launch_looks_up(tmp_path, monkeypatch):
     from triton import knobs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    spec = Spec.make("rmsnorm", v=128, dtype="bf16")
+    spec = Spec.make("rmsnorm", v=176, dtype="bf16")  # no other test's: what this process has compiled is not planned
     schedule = families.get("rmsnorm").default(spec)
     candidate = [Variant(spec, schedule.source_key).name, schedule.warps, 1]
     point = {"spec": spec.literal, "problem": [4096, 1, 1]}
