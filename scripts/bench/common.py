@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 
+from kdagen import dispatch
 from kdagen.tuning.timing import (  # noqa: F401  (the sections take them from here)
     Lap,
     Timing,
@@ -176,7 +177,8 @@ def package_version(distribution: str) -> str | None:
 
 
 def environment() -> dict:
-    """What the figures depend on: the card and its clocks, versions, the measured ceilings."""
+    """What the figures depend on: the card and its clocks, versions (``generated``: dispatch's digest of kernels and tables),
+    the measured ceilings."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     modules = {name: peer(name) for name in PEERS}
     return {
@@ -189,6 +191,7 @@ def environment() -> dict:
         "triton": package_version("triton"),
         "python": platform.python_version(),
         "kdagen": package_version("kdagen"),
+        "generated": dispatch.digest()[:12],
         "peers": {name: package_version(PEERS[name][1]) or getattr(module, "__version__", "unknown")
                   for name, module in modules.items() if module},
         "copy_tb_s": copy_ceiling() * 1e-12,
