@@ -177,8 +177,10 @@ def package_version(distribution: str) -> str | None:
 
 
 def environment() -> dict:
-    """What the figures depend on: the card and its clocks, versions (``generated``: dispatch's digest of kernels and tables),
-    the measured ceilings."""
+    """What the figures depend on: the card and its clocks, versions, the measured ceilings.
+
+    ``generated`` is dispatch's digest of the kernels and tables.
+    """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     modules = {name: peer(name) for name in PEERS}
     return {
