@@ -8,13 +8,19 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kdagen import files, project
 from kdagen.errors import KdagenError, refuse
-from kdagen.spec import CHUNKS, Schedule, Spec, Variant, parse
+from kdagen.spec import CHUNKS, FlagValue, Schedule, Spec, Variant, parse
+
+if TYPE_CHECKING:
+    from kdagen.families import Family
 
 
 class Group(click.Group):
@@ -85,16 +91,17 @@ def chosen_variants(chunk_size, families_, head_dim, dtype, blocks, flags, names
         return [parse(name) for name in names]
     if not any((chunk_size, families_, head_dim, dtype, blocks, flags)):
         return project.committed_set()
-    if chunk_size is not None and chunk_size not in CHUNKS:
-        refuse("--chunk-size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}", "Run: kdagen render --chunk-size 64")
     k, v = _head_dims(head_dim)
     found: list[Variant] = []
     committed = project.committed_set()  # the tuned winners of a chosen Spec belong to the choice
-    for family in [families.get(name) for name in families_] or families.everyone():
+    kinds = [families.get(name) for name in families_] or families.everyone()
+    _refuse_chunk(chunk_size, kinds)
+    flags_of = _flags_of(flags, kinds)
+    for family in kinds:
         for spec in family.chunk_specs(chunk_size or 64, k=k, v=v, dtype=dtype):
-            spec = _with_flags(spec, flags) if flags else spec
+            spec = _with_flags(spec, flags_of[family.name])
             if blocks:
-                found.append(Variant(spec, _with_blocks(family.default(spec), blocks).source_key))
+                found.append(Variant(spec, _with_blocks(spec, blocks).source_key))
             else:
                 found += project.default_variants(spec) + [variant for variant in committed if variant.spec == spec]
     return sorted(set(found))
@@ -109,25 +116,56 @@ def _head_dims(text: str | None) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def _with_flags(spec: Spec, flags: tuple[str, ...]) -> Spec:
-    given = dict(spec.flags)
+def _refuse_chunk(chunk_size: int | None, kinds: Iterable[Family]) -> None:
+    """Refuse a chunk size that is none, or that none of the families has."""
+    if chunk_size is not None and chunk_size not in CHUNKS:
+        refuse("--chunk-size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}")
+    if chunk_size is not None and not any(family.chunked for family in kinds):
+        refuse("--chunk-size", chunk_size, f"none: {', '.join(family.name for family in kinds)} has no chunks")
+
+
+def _flags_of(flags: Iterable[str], kinds: Iterable[Family]) -> dict[str, dict[str, FlagValue]]:
+    """Family's name -> those of the given flags (``name`` or ``name=value``) that it has; one that none has is refused."""
+    given = {}
     for flag in flags:
         name, _, value = flag.partition("=")
         given[name] = True if not value else int(value) if value.isdigit() else value
-    return Spec.make(spec.family, chunk=spec.chunk, k=spec.k, v=spec.v, dtype=spec.dtype, **given)
+        if not any(name in family.flags for family in kinds):
+            known = sorted({known for family in kinds for known in family.flags})
+            refuse("--flag", repr(flag), f"a flag of {', '.join(family.name for family in kinds)}: "
+                   f"{', '.join(known) or 'none'}")
+    return {family.name: {name: value for name, value in given.items() if name in family.flags} for family in kinds}
 
 
-def _with_blocks(schedule: Schedule, blocks: tuple[str, ...]) -> Schedule:
-    sizes, form = schedule.block, schedule.form
+def _with_flags(spec: Spec, given: dict[str, FlagValue]) -> Spec:
+    if not given:
+        return spec
+    return Spec.make(spec.family, chunk=spec.chunk, k=spec.k, v=spec.v, dtype=spec.dtype, **dict(spec.flags) | given)
+
+
+def _with_blocks(spec: Spec, blocks: tuple[str, ...]) -> Schedule:
+    """The Spec's default schedule with these blocks; with ``form=NAME`` the default one of that form, if there is one."""
+    from kdagen import families
+
+    family, sizes, form = families.get(spec.family), {}, None
     for block in blocks:
         name, _, value = block.partition("=")
         if name == "form":
-            form = value
+            form = "" if value == "portable" else value
+            if form not in family.forms:
+                refuse("--block", repr(block), f"a form of family {family.name}: "
+                       f"{', '.join(known or 'portable' for known in family.forms)}")
         elif value.isdigit():
             sizes[name] = int(value)
         else:
             refuse("--block", repr(block), "NAME=NUMBER (bv=64) or form=NAME")
-    return Schedule.make(warps=schedule.warps, stages=schedule.stages, form=form, **sizes)
+    schedule = family.default(spec)
+    if form is not None:
+        schedule = next((one for one in family.default_schedules(spec) if one.form == form), replace(schedule, form=form))
+    known = sorted({*schedule.block, *family.space})
+    if set(sizes) - set(known):
+        refuse("--block", ", ".join(sorted(set(sizes) - set(known))), f"a block of family {family.name}: {', '.join(known)}")
+    return Schedule.make(warps=schedule.warps, stages=schedule.stages, form=schedule.form, **schedule.block | sizes)
 
 
 @main.command()
@@ -145,6 +183,9 @@ def render(chunk_size, families_, head_dim, dtype, blocks, flags, names, out, st
     """
     from kdagen.render import render as render_one
 
+    others = [f"--{name}" for name, given in dict(check=check, diff=diff, out=out, prune=prune).items() if given]
+    if stdout and others:
+        refuse("--stdout", f"it together with {', '.join(others)}", "it alone: it writes nothing and compares nothing")
     selected = chosen_variants(chunk_size, families_, head_dim, dtype, blocks, flags, names)
     everything = not any((chunk_size, families_, head_dim, dtype, blocks, flags, names))
     if stdout:

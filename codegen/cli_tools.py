@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
-from kdagen import cli, devices, project
-from kdagen.errors import KdagenError, refuse
+from kdagen import cli, devices
+from kdagen.errors import refuse
 from kdagen.spec import Problem
+
+STEP = ("conv_update", "recurrent", "decode_step")  # families whose tokens are the sequences of a step
 
 
 @cli.main.command("compile")
@@ -54,10 +55,10 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
 @cli.main.command()
 @click.argument("what")
 @click.option("--device", help="a device or architecture (h200, sm90); the machine's own by default")
-@click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), help="8192 by default; one a sequence for the ops of a decode step")
 @click.option("--seqs", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--chunk-size", type=int, default=64, show_default=True)
+@click.option("--chunk-size", type=int, help="16, 32, 64 or 128; 64 by default")
 @click.option("--head-dim", default="128", show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option("--flag", "flags", multiple=True, help="a flag of the Spec, such as gate=softplus")
@@ -77,12 +78,14 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
         refuse("--device", "nothing, on a machine without a GPU", f"one of {', '.join(devices.table())}",
                "Run: kdagen explain " + what + " --device h200")
     k, v = cli._head_dims(head_dim)
-    problem = Problem(tokens, seqs, heads)
-    rows = []
-    for name in names:
-        family = families.get(name)
-        specs = {cli._with_flags(spec, flags) if flags else spec
-                 for spec in family.chunk_specs(chunk_size, k=k, v=v, dtype=dtype)}
+    kinds = [families.get(name) for name in names]
+    cli._refuse_chunk(chunk_size, kinds)
+    flags_of, rows = cli._flags_of(flags, kinds), []
+    problems = {name: Problem(tokens or (seqs if name in STEP else 8192), seqs, heads) for name in names}
+    for family in kinds:
+        problem = problems[family.name]
+        specs = {cli._with_flags(spec, flags_of[family.name])
+                 for spec in family.chunk_specs(chunk_size or 64, k=k, v=v, dtype=dtype)}
         for spec in sorted(specs):
             choice, verdicts = dispatch.explain(spec, problem, target)
             schedule = choice.schedule
@@ -93,7 +96,8 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
                 rows.append([spec.name, None if verdict.rank is None else verdict.rank + 1, verdict.schedule.name,
                              f"w{verdict.schedule.warps} s{verdict.schedule.stages}", row and f"{row.us:.1f}",
                              row and f"2^{row.load[0]} x 2^{row.load[1]}", verdict.why])
-    title = f"{what} on {target.slug} ({target.arch}, {target.sms} SMs): {tokens} tokens, {seqs} sequences, {heads} heads"
+    sizes = " or ".join(map(str, sorted({problem.tokens for problem in problems.values()})))
+    title = f"{what} on {target.slug} ({target.arch}, {target.sms} SMs): {sizes} tokens, {seqs} sequences, {heads} heads"
     cli.print_table(title, ["spec", "rank", "blocks", "launch", "us", "load", "why"], rows, as_json=as_json)
 
 
@@ -101,48 +105,9 @@ def explain(what, device, tokens, seqs, heads, chunk_size, head_dim, dtype, flag
 @click.option("--json", "as_json", is_flag=True)
 def doctor(as_json):
     """Say what this machine can do with kdagen: render, interpret, compile, launch; and what is missing."""
-    import importlib.metadata
-    import os
+    from kdagen.doctor import rows
 
-    from kdagen import files
-
-    rows = [["python", platform.python_version(), "ok" if sys.version_info >= (3, 10) else "needs 3.10 or newer"]]
-    modules = {}
-    for name, without in (("jinja2", "nothing renders"), ("click", "no command line"), ("rich", "no tables"),
-                          ("torch", "ops cannot run: pip install 'kdagen[launch]'"),
-                          ("triton", "kernels cannot run or compile: pip install 'kdagen[launch]'"),
-                          ("numpy", "no interpreter")):
-        try:
-            modules[name] = importlib.import_module(name)
-            rows.append([name, importlib.metadata.version(name), "ok"])
-        except ImportError:
-            rows.append([name, "missing", without])
-    if "triton" in modules:
-        minor = tuple(map(int, modules["triton"].__version__.split(".")[:2]))
-        rows.append(["triton version", modules["triton"].__version__,
-                     "ok" if (3, 6) <= minor < (3, 10) else "tested with 3.6 to 3.9"])
-    if "numpy" in modules and "triton" in modules and minor == (3, 6):
-        numpy_minor = tuple(map(int, modules["numpy"].__version__.split(".")[:2]))
-        rows.append(["interpreter", f"numpy {modules['numpy'].__version__}",
-                     "ok" if numpy_minor < (2, 4) else "Triton 3.6 cannot interpret loops with it: pip install 'numpy<2.4'"])
-    target = devices.machine()
-    rows.append(["GPU", f"{target.slug} ({target.arch}, {target.sms} SMs, {target.smem} B shared)" if target else "none",
-                 "ok" if target else "ops take the CPU path; TRITON_INTERPRET=1 interprets fp32 and fp16 kernels"])
-    cache = files.cache_dir()
-    where = next(p for p in (cache, *cache.parents) if p.exists())
-    rows.append(["cache", str(cache), "ok" if os.access(where, os.W_OK) else "not writable: set KDAGEN_CACHE"])
-    for variable in ("KDAGEN_MODE", "KDAGEN_PIN", "KDAGEN_VARIANT_PATH", "KDAGEN_BATCH_INVARIANT", "TRITON_INTERPRET"):
-        if os.environ.get(variable):
-            rows.append([variable, os.environ[variable], "set"])
-    try:
-        errors = [f for f in project.check() if f.error]
-        rows.append(["generated/", f"{len(project.committed_set())} variants", "ok" if not errors else "run: kdagen check"])
-        from kdagen import dispatch
-
-        rows.append(["dispatch digest", dispatch.digest(), "compare it across ranks"])
-    except KdagenError as error:
-        rows.append(["generated/", "unreadable", str(error)])
-    cli.print_table("kdagen doctor", ["what", "found", "verdict"], rows, as_json=as_json)
+    cli.print_table("kdagen doctor", ["what", "found", "verdict"], list(rows()), as_json=as_json)
 
 
 @cli.main.group()
@@ -168,7 +133,10 @@ def diff(other, as_json):
     from kdagen.tuning import status as tables
 
     columns, rows = tables.diff(other)
-    cli.print_table(f"{other} against the committed table", columns, rows, as_json=as_json)
+    if rows or as_json:
+        cli.print_table(f"{other} against the committed table", columns, rows, as_json=as_json)
+    else:
+        click.echo(f"no difference between {other} and the committed table")
     sys.exit(1 if rows else 0)
 
 

@@ -64,7 +64,7 @@ def reset() -> None:
     rows_for.cache_clear()
     loader.committed.cache_clear()
     loader.load.cache_clear()
-    _environment_pins.cache_clear()
+    environment_pins.cache_clear()
 
 
 @cache
@@ -113,7 +113,7 @@ def _complete(variant: Variant, warps: int | None, stages: int | None) -> Schedu
 
 
 @cache
-def _environment_pins(value: str) -> dict[str, Schedule]:
+def environment_pins(value: str) -> dict[str, Schedule]:
     """KDAGEN_PIN: comma-separated ``variant`` or ``variant:w4:s2``."""
     pins = {}
     for item in filter(None, value.split(",")):
@@ -130,7 +130,7 @@ def _environment_pins(value: str) -> dict[str, Schedule]:
 
 
 def pinned(spec: Spec) -> Schedule | None:
-    return _pins.get(spec.name) or _environment_pins(os.environ.get("KDAGEN_PIN", "")).get(spec.name)
+    return _pins.get(spec.name) or environment_pins(os.environ.get("KDAGEN_PIN", "")).get(spec.name)
 
 
 def unfit(spec: Spec, schedule: Schedule, target: Target) -> str | None:
@@ -189,7 +189,7 @@ def pick(spec: Spec, problem: Problem, target: Target) -> Choice:
     reason = unfit(spec, default, target)
     if reason:
         refuse(f"Spec {spec.name}", reason, f"a Spec that family {spec.family} supports on {target.slug} ({target.arch})",
-               f"Run: kdagen explain {spec.family} --device {target.slug}", kind=Unsupported)
+               f"Limits: docs/limits.md, and supports of codegen/families/{spec.family}.py", kind=Unsupported)
     return Choice(Variant(spec, default.source_key), default, "default")
 
 
@@ -211,12 +211,13 @@ def explain(spec: Spec, problem: Problem, target: Target) -> tuple[Choice, list[
     verdicts = rank(spec, family.load(spec, problem), target, rows_for(target.arch))
     default = family.default(spec, target, problem)
     choice, why = pick(spec, problem, target), "the family's default rule"
-    if choice.how == "default" and loader.mode() != "default" and verdicts and verdicts[0].rank == 0:
-        verdicts = [v if v.rank is None else v._replace(rank=None, why="a load as near to this one was left to the default")
-                    for v in verdicts]
+    by_rule = loader.mode() == "default"
+    if choice.how == "default":
+        lost = "KDAGEN_MODE=default: no row counts" if by_rule else "a load as near to this one was left to the default"
+        verdicts = [v if v.rank is None else v._replace(rank=None, why=lost) for v in verdicts]
     row, measured = _swept(spec, family.load(spec, problem), target, default)
     if row or choice.how == "default":
-        why += f"; {measured}"
+        why += f"{' (KDAGEN_MODE=default)' * by_rule}; {measured}"
     verdicts.append(Verdict(default, row, None, unfit(spec, default, target) or why))
     return choice, verdicts
 

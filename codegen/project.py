@@ -166,7 +166,7 @@ def _check_manifest(folder: Path, wanted: dict[str, Variant]) -> list[Finding]:
 
 def _check_tables(folder: Path) -> list[Finding]:
     findings = []
-    for path in sorted((folder / "tuned").glob("*.jsonl")):
+    for path in sorted(path for kind in ("jsonl", "swept") for path in (folder / "tuned").glob(f"*.{kind}")):
         skipped: list[str] = []
         rows = table.read(path, skipped=skipped)
         findings += [Finding(path.name, message, "kdagen tuned prune") for message in skipped]

@@ -120,7 +120,7 @@ def check_supported(variant: Variant) -> None:
     reason = family.supports(variant.spec, variant.schedule, None)
     if reason:
         refuse(f"variant {variant.name}", reason, f"a Spec and blocks that family {family.name} supports",
-               f"Run: kdagen explain {family.name} --device h200", kind=Unsupported)
+               f"Limits: docs/limits.md, and supports of codegen/families/{family.name}.py", kind=Unsupported)
 
 
 @lru_cache(maxsize=1024)

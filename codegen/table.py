@@ -22,6 +22,8 @@ from kdagen.spec import Schedule, Spec, Variant, parse
 
 MARGIN = 0.02        # a challenger must be faster by more than this,
 NOISE_FACTOR = 3.0   # and by more than this many times the measured noise
+A_ROW = "a tuned row (codegen/table.py states its fields)"
+MEND = "Remove the line, or run `kdagen tuned prune`."
 
 
 @dataclass(frozen=True, order=True)
@@ -60,7 +62,7 @@ class Row:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def of_line(cls, line: str, where: str) -> Row:
+    def of_line(cls, line: str, where: str, expected: str = A_ROW, hint: str = MEND) -> Row:
         try:
             data = json.loads(line)
             data["load"] = tuple(data["load"])
@@ -78,8 +80,7 @@ class Row:
             parse(row.variant)
             return row
         except (ValueError, TypeError, KeyError, AttributeError, KdagenError) as error:
-            refuse(where, str(error), "a tuned row (codegen/table.py states its fields)",
-                   "Remove the line, or run `kdagen tuned prune`.", kind=CorruptFile)
+            refuse(where, str(error), expected, hint, kind=CorruptFile)
 
 
 def bucket(load: tuple[int, int]) -> tuple[int, int]:
@@ -102,7 +103,7 @@ def swept_path(path: Path) -> Path:
     return path.with_suffix(".swept")
 
 
-def read(path: Path, *, skipped: list[str] | None = None) -> list[Row]:
+def read(path: Path, *, skipped: list[str] | None = None, expected: str = A_ROW, hint: str = MEND) -> list[Row]:
     """The rows of a table. With ``skipped``, bad lines are noted there and passed over; without, they raise."""
     rows = []
     try:
@@ -111,7 +112,7 @@ def read(path: Path, *, skipped: list[str] | None = None) -> list[Row]:
         return []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(Row.of_line(line, f"{path.name}:{number}"))
+            rows.append(Row.of_line(line, f"{path.name}:{number}", expected, hint))
         except CorruptFile as error:
             if skipped is None:
                 raise

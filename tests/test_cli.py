@@ -82,6 +82,20 @@ def test_a_rendered_folder_is_used_by_dispatch(kdagen, tmp_path, monkeypatch):
     (["explain", "step_tables", "--device", "h200", "--seqs", "0"], "--seqs"),
     (["compile", "-j", "0"], "--jobs"),
     (["render", "--chunk-size", "32", "--out", "/dev/null/out"], "/dev/null"),
+    (["render", "--stdout", "--check"], "--check"),
+    (["render", "--stdout", "--out", "x", "--diff"], "--diff, --out"),
+    (["render", "--family", "prefill_prepare", "--block", "form=foo"], "portable, gluon, levels"),
+    (["render", "--family", "recurrent", "--block", "form=tma"], "portable"),
+    (["render", "--family", "prefill_state", "--block", "foo=3"], "bv"),
+    (["render", "--flag", "nothing"], "half_state"),
+    (["render", "--family", "recurrent", "--chunk-size", "32"], "recurrent has no chunks"),
+    (["render", "--family", "recurrent", "--head-dim", "300"], "docs/limits.md"),
+    (["explain", "recurrent", "--device", "h200", "--chunk-size", "48"], "16, 32, 64, 128"),
+    (["explain", "recurrent", "--device", "h200", "--chunk-size", "64"], "recurrent has no chunks"),
+    (["explain", "recurrent", "--device", "h200", "--head-dim", "300"], "docs/limits.md"),
+    (["explain", "chunk_kda", "--device", "h200", "--flag", "width=4"], "gate"),
+    (["tuned", "diff", __file__], "a row file of the sweep"),
+    (["tuned", "merge", __file__], "a row file of the sweep"),
 ])
 def test_refusals_exit_2_with_a_reason(kdagen, arguments, words):
     assert words in kdagen(*arguments, code=2)
@@ -115,9 +129,80 @@ def test_explain_knows_the_families_of_every_public_op(kdagen):
     assert {row["spec"].split("__")[0] for row in rows} == set(known.OPS["chunk_kda"])
 
 
+def test_a_flag_is_for_the_families_that_have_it(kdagen, tmp_path):
+    rows = json.loads(kdagen("explain", "chunk_kda", "--device", "h200", "--flag", "gate=softplus", "--json"))
+    found = {row["spec"].split("__")[0]: row["spec"] for row in rows}
+    assert set(found) == set(families.OPS["chunk_kda"])
+    assert "softplus" in found["prefill_prepare"] and "softplus" not in found["prefill_state"]
+    out = tmp_path / "out"
+    kdagen("render", "--chunk-size", "32", "--flag", "gate=softplus", "--out", str(out))
+    rendered = project.python_files(out)
+    assert {path.split("/")[0] for path in rendered} == set(families.NAMES)
+    assert all("softplus" in path for path in rendered if path.startswith("prefill_prepare/"))
+
+
+def test_a_form_is_rendered_with_its_own_blocks(kdagen):
+    asked = ["--family", "prefill_prepare", "--block", "form=gluon", "--flag", "gate=bounded", "--dtype", "bf16"]
+    text = kdagen("render", *asked, "--stdout")
+    assert "template: prefill_prepare_gluon.py.j2" in text
+    assert "template: recurrent.py.j2" in kdagen("render", "--family", "recurrent", "--block", "form=portable", "--stdout")
+
+
+@pytest.mark.parametrize("what", ["recurrent", "decode_step", "causal_conv1d_update"])
+def test_the_tokens_of_a_step_are_its_sequences(kdagen, what):
+    asked = ["explain", what, "--device", "h200", "--seqs", "64", "--heads", "32"]
+    assert kdagen(*asked) == kdagen(*asked, "--tokens", "64") != kdagen(*asked, "--tokens", "8192")
+    assert ": 64 tokens, 64 sequences" in kdagen(*asked)
+    prefix = kdagen("explain", "conv", "--device", "h200", "--seqs", "64")
+    assert ": 64 or 8192 tokens" in prefix
+
+
+def test_explain_says_that_the_mode_passes_rows_over(kdagen, monkeypatch):
+    before = json.loads(kdagen("explain", "gate", "--device", "h200", "--json"))
+    monkeypatch.setenv("KDAGEN_MODE", "default")
+    rows = json.loads(kdagen("explain", "gate", "--device", "h200", "--json"))
+    assert any(row["rank"] == 1 for row in before) and not any(row["rank"] == 1 for row in rows)
+    assert any(row["why"] == "KDAGEN_MODE=default: no row counts" for row in rows)
+    assert all("(KDAGEN_MODE=default)" in row["why"] for row in rows if "default rule" in row["why"])
+
+
+def test_an_empty_difference_says_so(kdagen, tmp_path):
+    committed = files.generated_dir() / "tuned" / "sm90-h200.jsonl"
+    assert "no difference" in kdagen("tuned", "diff", str(committed))
+    assert json.loads(kdagen("tuned", "diff", str(committed), "--json")) == []
+
+
+def doctor(kdagen):
+    return {row["what"]: row["verdict"] for row in json.loads(kdagen("doctor", "--json"))}
+
+
 def test_doctor_reports(kdagen):
-    rows = {row["what"]: row for row in json.loads(kdagen("doctor", "--json"))}
-    assert rows["generated/"]["verdict"] == "ok" and rows["jinja2"]["verdict"] == "ok"
+    found = doctor(kdagen)
+    assert found["generated/"] == "ok" and found["jinja2"] == "ok" and found["cache"] == "ok"
+
+
+@pytest.mark.parametrize("variable, value, words", [
+    ("KDAGEN_MODE", "foo", "tuned, default or strict"), ("KDAGEN_MODE", "strict", "ok"),
+    ("KDAGEN_PIN", "garbage", "kdagen list"), ("KDAGEN_PIN", "recurrent__k128_v128_bf16__bv3_evict1", "power of two"),
+    ("KDAGEN_PIN", "recurrent__k128_v128_bf16__bv8_evict1:w1", "ok"),
+    ("KDAGEN_VARIANT_PATH", "/nope", "/nope is not a folder"),
+    ("KDAGEN_BATCH_INVARIANT", "yes", "this does not"),
+])
+def test_doctor_tries_the_settings(kdagen, monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    found = doctor(kdagen)
+    assert words in found[variable] and found["generated/"] == "ok", "each setting has a row of its own"
+
+
+def test_doctor_tries_the_folders(kdagen, monkeypatch, tmp_path):
+    monkeypatch.setenv("KDAGEN_CACHE", "/dev/null/cache")
+    monkeypatch.setenv("KDAGEN_VARIANT_PATH", str(tmp_path))
+    found = doctor(kdagen)
+    assert "cannot be written" in found["cache"] and "MANIFEST.json" in found["KDAGEN_VARIANT_PATH"]
+    kdagen("render", "--family", "rmsnorm", "--out", str(tmp_path))
+    monkeypatch.setenv("KDAGEN_CACHE", str(tmp_path / "a" / "b"))
+    found = doctor(kdagen)
+    assert found["cache"] == found["KDAGEN_VARIANT_PATH"] == "ok" and not (tmp_path / "a").exists()
 
 
 BLOCK = """

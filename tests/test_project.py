@@ -90,6 +90,13 @@ def test_table_rows_are_checked(copy):
     assert any(":3" in e for e in found) and any(":4" in e for e in found)
 
 
+def test_kept_defaults_are_checked(copy):
+    path = copy / "tuned" / "sm90-h200.swept"
+    assert not any("swept" in e for e in errors(copy))
+    path.write_text(path.read_text() + "not json\n")
+    assert any("sm90-h200.swept" in e and "tuned row" in e for e in errors(copy))
+
+
 def test_stale_row_is_a_note(copy):
     path = copy / "tuned" / "sm90-h200.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -58,6 +58,7 @@ def test_a_sweep_leaves_loads_next_to_a_more_wanted_one_out():
 
 
 @pytest.mark.parametrize("arguments, words", [
+    (["--dry-run", "--family", "gate", "--budget", "20x"], "20m"),
     (["--family", "nobody", "--dry-run"], "nobody"), (["--budget", "soon"], "20m"),
     (["--chunk-size", "48", "--family", "prefill_state",
                                                                    "--dry-run"], "no committed Spec"),

@@ -79,7 +79,8 @@ def get(name: str) -> Case:
             import_module(f"kdagen.tuning.{module}")
     if name not in _CASES:
         refuse("--family", repr(name), f"a family that the sweep can run: {', '.join(sorted(_CASES))}",
-               "Add its case in codegen/tuning/cases_*.py (docs/tuning.md).", kind=UnknownName)
+               "Add its case in codegen/tuning/cases_*.py, a new file's name to MODULES of codegen/tuning/cases.py "
+               "(docs/tuning.md).", kind=UnknownName)
     return _CASES[name]
 
 

@@ -64,7 +64,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
     """
     console, began = Console(width=None if Console().is_terminal else 160), time.monotonic()
     try:
-        chosen = (names, chunk_size, dtypes or ("bf16",), shapes)
+        chosen, budget_s = (names, chunk_size, dtypes or ("bf16",), shapes), seconds(budget)
         if dry_run:
             target = devices.named(device)
             points, candidates = plan(*chosen, target, seed, limit, max_points, every_load)
@@ -72,7 +72,7 @@ def main(names, chunk_size, dtypes, shapes, budget, gpus, ray_address, resume, d
             return
         for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores SIGINT unless told otherwise
             signal.signal(number, signal.default_int_handler)
-        settings = Settings(budget_s=seconds(budget), seed=seed, compile_timeout_s=compile_timeout,
+        settings = Settings(budget_s=budget_s, seed=seed, compile_timeout_s=compile_timeout,
                             compile_workers=jobs or max(1, (os.cpu_count() or 2) - 1))
         runners = _runners(gpus, ray_address)
         compilers = pools(settings.compile_workers, settings.compile_timeout_s)

@@ -72,7 +72,7 @@ def _age(rows: list[Row]) -> str:
 def diff(other: Path) -> tuple[list[str], list[list]]:
     """(columns, rows): where another row file differs in its choice from the committed tables; empty when nowhere."""
     here = {row.key: row for path in tables() for row in table.read(path, skipped=[])}
-    there = {row.key: row for row in table.read(other)}
+    there = {row.key: row for row in _rows_of(other)}
     out = []
     for key in sorted(here.keys() | there.keys(), key=str):
         a, b = here.get(key), there.get(key)
@@ -85,6 +85,11 @@ def diff(other: Path) -> tuple[list[str], list[list]]:
             what = "replaces" if table.is_stale(a) or table.replaces(b, a) else "within the margin"
         out.append([one.spec.name, _load(one), what, a and _told(a), b and _told(b)])
     return DIFF, out
+
+
+def _rows_of(path: Path) -> list[Row]:
+    """The rows of a file that the user named, which `kdagen tuned prune` would not mend."""
+    return table.read(path, expected="a row file of the sweep (python scripts/autotune_sweep.py --out FILE)", hint="")
 
 
 def _choice(row: Row) -> tuple:
@@ -108,7 +113,7 @@ def merge(others: list[Path]) -> list[str]:
     new, new_kept = defaultdict(list), defaultdict(list)
     for path in others:
         for rows, source in ((new, path), (new_kept, table.swept_path(path))):
-            for row in table.read(source):
+            for row in _rows_of(source):
                 rows[_path(row, source)].append(row)
     lines = []
     for path in sorted(new.keys() | new_kept.keys()):
