@@ -3,7 +3,7 @@
 
     python scripts/accuracy.py             # needs a GPU: measures, writes docs/benchmarks/<device>-accuracy.json
     python scripts/accuracy.py --table     # writes the table between the markers of docs/limits.md, no GPU needed
-    python scripts/accuracy.py --check     # exit 1 if the table is not what the JSON says
+    python scripts/accuracy.py --check     # writes nothing: what differs, and exit 1 if anything does
 
 The oracle is the chunk form in fp64 (which tests hold to the recurrence, token by token) of the same rounded inputs. Ours
 come first; then fla-core, where it is installed, gets the same inputs, class after class while the budget lasts, as it may
@@ -14,7 +14,6 @@ token, so other classes have no figure of it.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "limits.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from documents import marked, put  # noqa: E402
 
 CLASSES = {
     "bounded": "raw gate, bounded form", "softplus": "raw gate, softplus form", "rand": "random log decay",
@@ -146,27 +147,32 @@ def table(data: dict) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--table", "only_table", is_flag=True, help="write the table from the JSON, measure nothing")
-@click.option("--check", is_flag=True, help="exit 1 if the table is not what the JSON says")
+@click.option("--check", is_flag=True, help="write nothing; print what differs, exit 1 if anything does")
 @click.option("--budget", default="5m", show_default=True, help="the peer gets what ours leave of it: 90s, 5m")
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, show_default=True)
 def main(only_table, check, budget, out):
     """Measure, or draw the table."""
     if not only_table and not check:
         from kdagen import devices, files
+        from kdagen.errors import KdagenError
         from kdagen.tuning.command import seconds
 
-        path = out / f"{devices.machine().slug}-accuracy.json"
-        data = measure(seconds(budget), lambda data: files.write_if_different(path, json.dumps(data, indent=1) + "\n"))
+        machine = devices.machine()
+        if machine is None:
+            raise SystemExit("accuracy: no GPU on this machine, expected one. The committed figures: docs/limits.md")
+        try:
+            budget_s = seconds(budget)
+        except KdagenError as error:
+            raise SystemExit(f"accuracy: {error}") from None
+        path = out / f"{machine.slug}-accuracy.json"
+        data = measure(budget_s, lambda data: files.write_if_different(path, json.dumps(data, indent=1) + "\n"))
         click.echo(table(data))
         click.echo(f"wrote {path}. Next: python scripts/accuracy.py --table")
         return
     data = json.loads(next(iter(sorted(FOLDER.glob("*-accuracy.json")))).read_text())
-    text = DOCUMENT.read_text()
-    block = f"<!-- accuracy -->\n{table(data)}\n<!-- /accuracy -->"
-    made = re.sub(r"<!-- accuracy -->.*?<!-- /accuracy -->", lambda _: block, text, flags=re.S)
-    if check:
-        sys.exit(made != text)
-    DOCUMENT.write_text(made)
+    differs = put(DOCUMENT, marked(DOCUMENT.read_text(), "accuracy", table(data)), check=check,
+                  command="python scripts/accuracy.py --table")
+    sys.exit(check and differs)
 
 
 if __name__ == "__main__":

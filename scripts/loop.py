@@ -3,18 +3,21 @@
 
     python scripts/loop.py            # runs the loop on the GPU or CPU, writes docs/loop/<cuda or cpu>.json and the table
     python scripts/loop.py --table    # the table from the JSON alone
-    python scripts/loop.py --check    # exit 1 if the table is not what the JSON says
+    python scripts/loop.py --check    # writes nothing: what differs, and exit 1 if anything does
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import re
 import sys
 from pathlib import Path
 
 import click
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from documents import marked, put
 
 ROOT = Path(__file__).parent.parent
 README, FOLDER = ROOT / "README.md", ROOT / "docs" / "loop"
@@ -46,7 +49,7 @@ def table(data: dict) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--table", "only_table", is_flag=True, help="write the table from the JSON, run nothing")
-@click.option("--check", is_flag=True, help="exit 1 if the table is not what the JSON says")
+@click.option("--check", is_flag=True, help="write nothing; print what differs, exit 1 if anything does")
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(only_table, check, seed):
     """Run the loop, or draw its table. A GPU's file is shown where there is one, else the CPU's."""
@@ -54,14 +57,13 @@ def main(only_table, check, seed):
         from kdagen import files
 
         data = measure(seed)
-        files.write_if_different(FOLDER / f"{data['environment']['device']}.json", json.dumps(data, indent=1) + "\n")
+        path = FOLDER / f"{data['environment']['device']}.json"
+        changed = files.write_if_different(path, json.dumps(data, indent=1) + "\n")
+        click.echo(f"{'wrote' if changed else 'unchanged:'} {path}")
     data = json.loads(sorted(FOLDER.glob("*.json"))[-1].read_text())
-    text = README.read_text()
-    block = f"<!-- loop -->\n{table(data)}\n<!-- /loop -->"
-    made = re.sub(r"<!-- loop -->.*?<!-- /loop -->", lambda _: block, text, flags=re.S)
-    if check:
-        sys.exit(made != text)
-    README.write_text(made)
+    differs = put(README, marked(README.read_text(), "loop", table(data)), check=check,
+                  command="python scripts/loop.py --table")
+    sys.exit(check and differs)
 
 
 if __name__ == "__main__":

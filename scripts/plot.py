@@ -2,7 +2,7 @@
 """Draw the benchmark's figures from docs/benchmarks/*.json, and write its tables between markers in the documents.
 
     python scripts/plot.py           # figures and tables
-    python scripts/plot.py --check   # exit 1 if a table in a document is not what the JSON says
+    python scripts/plot.py --check   # writes nothing: what differs in the tables, and exit 1 if anything does
 
 A table stands between ``<!-- benchmark:decode -->`` and ``<!-- /benchmark:decode -->``. The figures lie beside the JSON, and
 are shown, where the JSON has rows for them, between ``<!-- figures:decode -->`` and ``<!-- /figures:decode -->``.
@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from documents import put
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -331,27 +335,18 @@ def _finish(fig, data: dict, path: Path, title: str) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--in", "folder", type=click.Path(file_okay=False, path_type=Path), default=FOLDER, help="docs/benchmarks")
-@click.option("--document", "documents", type=click.Path(dir_okay=False, path_type=Path), multiple=True,
+@click.option("--document", "documents", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="README.md and docs/benchmarks.md by default")
-@click.option("--check", is_flag=True, help="write nothing; exit 1 if a table is not what the JSON says")
+@click.option("--check", is_flag=True, help="write nothing; print what differs in the tables, exit 1 if anything does")
 def main(folder, documents, check):
     """Draw the benchmark's figures from docs/benchmarks/*.json, and write its tables into the documents."""
     sections = read(folder)
     if not sections:
         raise SystemExit(f"plot: no JSON in {folder}. Run: python scripts/benchmark.py")
-    differs = []
-    for document in documents or DOCUMENTS:
-        text = document.read_text() if document.exists() else ""
-        new = with_tables(text, sections)
-        if new != text:
-            differs.append(document)
-            if not check:
-                document.write_text(new)
-                click.echo(f"wrote the tables of {document}")
+    differs = [put(document, with_tables(document.read_text(), sections), check=check, command="python scripts/plot.py")
+               for document in documents or DOCUMENTS]
     if check:
-        for document in differs:
-            click.echo(f"{document}: a table is not what {folder} says. Run: python scripts/plot.py", err=True)
-        sys.exit(1 if differs else 0)
+        sys.exit(any(differs))
     made = [(figure.name, draw(figure, sections[figure.section], folder / f"{figure.name}.png"))
             for figure in FIGURES if figure.section in sections]
     made += [(f"{name}-speedup", draw_speedup(name, data, folder / f"{name}-speedup.png"))

@@ -2,12 +2,11 @@
 """README's results: each target of scripts/targets.toml beside what docs/benchmarks/*.json measured, met or missed.
 
     python scripts/targets.py            # writes the table between the <!-- targets --> markers of README.md
-    python scripts/targets.py --check    # exit 1 if the table is not what the JSON says
+    python scripts/targets.py --check    # writes nothing: what differs, and exit 1 if anything does
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from documents import marked, put
 from plot import ALONE, FOLDER, ROOT, number, read
 
 from kdagen.devices import tomllib
@@ -90,15 +90,12 @@ def table(sections: dict[str, dict]) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="write nothing; exit 1 if the table is not what the JSON says")
+@click.option("--check", is_flag=True, help="write nothing; print what differs, exit 1 if anything does")
 def main(check):
     """Write README's table of targets."""
-    text = README.read_text()
-    block = f"<!-- targets -->\n{table(read(FOLDER))}\n<!-- /targets -->"
-    made = re.sub(r"<!-- targets -->.*?<!-- /targets -->", lambda _: block, text, flags=re.S)
-    if check:
-        sys.exit(made != text)
-    README.write_text(made)
+    differs = put(README, marked(README.read_text(), "targets", table(read(FOLDER))), check=check,
+                  command="python scripts/targets.py")
+    sys.exit(check and differs)
 
 
 if __name__ == "__main__":
