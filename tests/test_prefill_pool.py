@@ -144,6 +144,21 @@ def test_segments(rng, monkeypatch, count):
     assert seen == [count] and relative(o, wanted[0]) < FP32 and relative(state, wanted[1]) < FP32
 
 
+@pytest.mark.parametrize(("K", "V", "dtype", "limit"), [
+    (192, 16, torch.float32, FP32), (256, 32, torch.float32, FP32), (256, 16, torch.float16, 2e-3),
+])
+def test_segments_of_wide_heads(rng, monkeypatch, K, V, dtype, limit):
+    """Combine takes its maps tile by tile where K is above a tile's width; two of four segments have a map."""
+    lengths = [16 * 7 + 3, 16 * 2]
+    tensors, options = kda(rng, "slow", T=sum(lengths), sequences=2, H=1, K=K, V=V, dtype=dtype)
+    edges = cu_seqlens(lengths)
+    monkeypatch.setattr(prefill_plan, "segments_of", lambda call: 4)
+    o, state = chunk_kda(**tensors, **options, cu_seqlens=edges, cu_seqlens_cpu=edges, output_final_state=True,
+                         chunk_size=16, out=torch.full_like(tensors["v"], NAN))
+    wanted = R.recurrent_kda(**tensors, **options, cu_seqlens=edges, output_final_state=True)
+    assert relative(o, wanted[0]) < limit and relative(state, wanted[1]) < limit
+
+
 def test_batch_invariance(rng, monkeypatch):
     """One long sequence alone is cut into segments; with batch_invariant it has the bits that it has in any batch."""
     tensors, options = kda(rng, "bounded", T=16 * 20, H=1, K=16)

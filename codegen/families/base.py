@@ -20,7 +20,8 @@ class Kernel:
     ``signature`` maps run-time argument names to Triton types (``*bf16``, ``i32``, ``fp32``, ``tensordesc<...>``);
     ``constants`` the constexpr arguments to values; ``divisible`` the arguments promised to be multiples of 16
     (pointers always are). Several Kernels may name the same function with other constants. ``options`` are the compiler
-    options that the module's ``launch`` sets beside warps and stages (``maxnreg``).
+    options that the module's ``launch`` sets beside the schedule's warps and stages, or in their place (``maxnreg``,
+    ``num_stages``). ``label`` tells such Kernels apart in a table.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Kernel:
     constants: dict[str, object] = field(default_factory=dict)
     divisible: tuple[str, ...] = ()
     options: dict[str, object] = field(default_factory=dict)
+    label: str = ""
 
 
 class Family:

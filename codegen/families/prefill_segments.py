@@ -14,10 +14,19 @@ from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_for
 from kdagen.families.prefill_state import refuse_rows
 from kdagen.spec import Problem, Schedule, Spec, Target
 
+# rows of V in a program of combine, rows and columns of a tile of P: small enough for every device, and without spills
+COMBINE = 16, 64
+
 
 def stage_bytes(spec: Spec, bm: int) -> int:
     """Shared memory of one stage of the map's loop: w, kg and the u tile."""
     return spec.chunk * (2 * padded(spec.k) + bm) * (4 if spec.dtype == "fp32" else 2)
+
+
+def combine_bytes(spec: Spec) -> int:
+    """Shared memory of combine, at most: the states' halves, two tiles of P, a tile that changes its layout."""
+    rows, tile, kp = COMBINE[0], min(padded(spec.k), COMBINE[1]), padded(spec.k)
+    return 4 * rows * kp + 2 * tile * tile * (4 if spec.dtype == "fp32" else 2) + 4 * rows * tile
 
 
 class Segments(Family):
@@ -31,7 +40,8 @@ class Segments(Family):
 
     def context(self, spec: Spec, schedule: Schedule) -> dict:
         kp, vp, bm = padded(spec.k), padded(spec.v), schedule.block.get("bm", 64)
-        return {"kp": kp, "vp": vp, "bm": bm, "bc": min(vp, 64 if kp <= 128 else 16), "precision": precision(spec)}
+        return {"kp": kp, "vp": vp, "bm": bm, "bc": COMBINE[0], "bt": min(kp, COMBINE[1]),
+                "precision": precision(spec)}
 
     def supports(self, spec: Spec, schedule: Schedule, target: Target | None) -> str | None:
         if reason := self.refuse_chunk(spec) or refuse_sizes(spec) or self.refuse_threads(schedule, target):
@@ -47,6 +57,8 @@ class Segments(Family):
             need = schedule.stages * stage_bytes(spec, bm)
             if need > target.smem:
                 return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
+        if target is not None and not schedule.form and (need := combine_bytes(spec)) > target.smem:
+            return f"combine takes {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
@@ -83,7 +95,8 @@ class Segments(Family):
         of_combine = shared | {"hs": "*fp32"}
         drop = lambda signature: {name: kind for name, kind in signature.items() if name not in single}
         return (Kernel("map_kernel", drop(of_map), single | {"STAGES": schedule.stages}),
-                Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single))
+                Kernel("combine_kernel", drop({n: t for n, t in of_combine.items() if n != "N"}), single,
+                       options={"num_warps": 4, "num_stages": 1}))
 
     @staticmethod
     def _tma_kernels(spec: Spec, schedule: Schedule) -> tuple[Kernel, ...]:
@@ -93,7 +106,8 @@ class Segments(Family):
         of_map = {"kg": tile(spec.k), "w": tile(spec.k), "u": tile(schedule.block["bm"]), "dec": "*fp32"} | shared
         of_map |= dict.fromkeys(("slot_base", "seg_begin"), "i32")
         of_combine = {name: kind for name, kind in shared.items() if name != "N"} | {"hs": "*fp32"}
-        return Kernel("map_kernel", of_map, {"STAGES": schedule.stages}), Kernel("combine_kernel", of_combine, {"STAGES": 2})
+        return (Kernel("map_kernel", of_map, {"STAGES": schedule.stages}),
+                Kernel("combine_kernel", of_combine, {"STAGES": 2}, options={"num_warps": 4, "num_stages": 2}))
 
     def committed(self) -> Iterable[Spec]:
         yield Spec.make(self.name, chunk=64, k=128, v=128, dtype="bf16")

@@ -1,7 +1,7 @@
 # Rendered by kdagen: edit the template and run `kdagen render`, not this file.
 # template: prefill_segments.py.j2
 # variant:  prefill_segments__c64_k128_v128_bf16__bm64
-# inputs:   4c9880dbbd8456aa80d74b49b4587c8487510ecc080f0fd1f3ac016c4bde661b
+# inputs:   042abeb5862071d9eb683f4537ea04d1ff28e8781b11c37f6bda0f263605987f
 
 """Prefill in segments: with h = S^T [V, K], a segment takes h to h P + OFF.
 
@@ -66,27 +66,46 @@ def combine_kernel(
     hs,  # [N, nseg, HV, 128, 128] fp32: entry 1, the state after segment 0, is there already
     off, p_hi, p_lo, chunk_offsets, seg_chunks, nseg, HV,
 ):
-    i_v = tl.program_id(0) % 2
-    i_hv = tl.program_id(0) // 2 % HV
-    i_n = tl.program_id(0) // (2 * HV)
+    i_v = tl.program_id(0) % 8
+    i_hv = tl.program_id(0) // 8 % HV
+    i_n = tl.program_id(0) // (8 * HV)
     chunks = (tl.load(chunk_offsets + i_n + 1) - tl.load(chunk_offsets + i_n)).to(tl.int32)
     inner = tl.minimum(nseg, tl.cdiv(chunks, seg_chunks)) - 1  # segments 1 .. inner - 1 have another one after them
     if inner > 1:
-        d = tl.arange(0, 128)
-        dv = i_v * 64 + tl.arange(0, 64)
-        o_h = dv[:, None] * 128 + d[None, :]  # [BV, K]
-        o_kk = d[:, None] * 128 + d[None, :]
-        b_h = tl.load(hs + ((i_n * nseg + 1) * HV + i_hv).to(tl.int64) * 16384 + o_h)
+        r = tl.arange(0, 64)
+        o_h = (i_v * 16 + tl.arange(0, 16))[:, None] * 128 + r[None, :]  # [BV, 64]
+        o_kk = r[:, None] * 128 + r[None, :]  # [64, 64]
+        p_h = hs + ((i_n * nseg + 1) * HV + i_hv).to(tl.int64) * 16384 + o_h
+        b_h0 = tl.load(p_h + 0)
+        b_h64 = tl.load(p_h + 64)
         for i_s in range(1, inner):
             i_map = ((i_n * nseg + i_s) * HV + i_hv).to(tl.int64)
-            b_off = tl.load(off + i_map * 16384 + o_h)
-            b_p = tl.load(p_hi + i_map * 16384 + o_kk)
+            p_off = off + i_map * 16384 + o_h
+            p_hs = hs + (i_map + HV) * 16384 + o_h
+            o_p = i_map * 16384 + o_kk
             # h P in twice the inputs' bits: (hi + lo) (P_hi + P_lo) without the product of the low parts
-            b_lo = tl.load(p_lo + i_map * 16384 + o_kk)
-            b_hh = b_h.to(tl.bfloat16)
-            b_hl = (b_h - b_hh.to(tl.float32)).to(tl.bfloat16)
-            b_h = tl.dot(b_hh, b_p, tl.dot(b_hl, b_p, tl.dot(b_hh, b_lo))) + b_off
-            tl.store(hs + ((i_n * nseg + i_s + 1) * HV + i_hv).to(tl.int64) * 16384 + o_h, b_h)
+            b_hi0 = b_h0.to(tl.bfloat16)
+            b_lo0 = (b_h0 - b_hi0.to(tl.float32)).to(tl.bfloat16)
+            b_hi64 = b_h64.to(tl.bfloat16)
+            b_lo64 = (b_h64 - b_hi64.to(tl.float32)).to(tl.bfloat16)
+            b_n0 = tl.load(p_off + 0)
+            b_p = tl.load(p_hi + o_p + 0)
+            b_n0 = tl.dot(b_hi0, tl.load(p_lo + o_p + 0), b_n0)
+            b_n0 = tl.dot(b_hi0, b_p, tl.dot(b_lo0, b_p, b_n0))
+            b_p = tl.load(p_hi + o_p + 8192)
+            b_n0 = tl.dot(b_hi64, tl.load(p_lo + o_p + 8192), b_n0)
+            b_n0 = tl.dot(b_hi64, b_p, tl.dot(b_lo64, b_p, b_n0))
+            tl.store(p_hs + 0, b_n0)
+            b_n64 = tl.load(p_off + 64)
+            b_p = tl.load(p_hi + o_p + 64)
+            b_n64 = tl.dot(b_hi0, tl.load(p_lo + o_p + 64), b_n64)
+            b_n64 = tl.dot(b_hi0, b_p, tl.dot(b_lo0, b_p, b_n64))
+            b_p = tl.load(p_hi + o_p + 8256)
+            b_n64 = tl.dot(b_hi64, tl.load(p_lo + o_p + 8256), b_n64)
+            b_n64 = tl.dot(b_hi64, b_p, tl.dot(b_lo64, b_p, b_n64))
+            tl.store(p_hs + 64, b_n64)
+            b_h0 = b_n0
+            b_h64 = b_n64
 
 
 def launch_map(
@@ -104,8 +123,8 @@ def launch_map(
     )
 
 
-def launch_combine(hs, off, p_hi, p_lo, chunk_offsets, seg_chunks, nseg, N, HV, *, num_warps=4, num_stages=2):
+def launch_combine(hs, off, p_hi, p_lo, chunk_offsets, seg_chunks, nseg, N, HV, *, num_warps=4, num_stages=1):
     """hs[n, s + 1] = hs[n, s] P + OFF for every inner segment s >= 1; hs [N, nseg, HV, 128, 128] fp32, entry 1 given."""
-    combine_kernel[(2 * HV * N,)](
+    combine_kernel[(8 * HV * N,)](
         hs, off, p_hi, p_lo, chunk_offsets, seg_chunks, nseg, HV, num_warps=num_warps, num_stages=num_stages,
     )

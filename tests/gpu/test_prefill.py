@@ -243,6 +243,16 @@ def test_long_sequences_in_segments_and_windows(rng, name, H, lengths):
     assert relative(found[0][:, :700, :1], wanted) < LIMITS[name][0]
 
 
+@pytest.mark.parametrize(("K", "V", "T", "H"), [(256, 256, 4096, 1)])
+def test_segments_of_wide_heads(rng, monkeypatch, K, V, T, H):
+    tensors, options = make(rng, "slow", lengths=[T], K=K, V=V, H=H)
+    cuts = []
+    monkeypatch.setattr(prefill_plan, "segments_of", lambda c, f=prefill_plan.segments_of: (cuts.append(f(c)), cuts[-1])[1])
+    found = run(tensors, options, [T])
+    assert cuts and cuts[0] >= 3
+    check(found, oracle(tensors, options, [T]), LIMITS["slow"])
+
+
 @pytest.mark.parametrize("name", ["bounded", "softplus"])
 def test_batch_invariance(rng, name):
     tensors, options = make(rng, name, lengths=[1500], H=2)
