@@ -25,7 +25,7 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
     """Compile variants for any target without a GPU: registers, spills, shared memory, matrix instructions, fit."""
     from kdagen.compile import compile_many, default_jobs
 
-    targets = list(devices.ARCHS) if target == "all" else target.split(",")
+    targets = list(devices.ARCHS) if target == "all" else [name.strip() for name in target.split(",")]
     for name in targets:
         if name not in devices.ARCHS:
             refuse("--target", repr(name), f"one of {', '.join(devices.ARCHS)}, or all")
@@ -33,15 +33,18 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
     for module in ("torch", "triton"):
         if find_spec(module) is None:  # one message, not one for each worker
             raise ModuleNotFoundError(f"no module named {module}", name=module)
-    work = default_jobs(variants, targets)
-    reports = []
+    reports, left_out = [], []
+    work = default_jobs(variants, targets, left_out)
     for number, found in enumerate(compile_many(work, workers=jobs, timeout=timeout), 1):
         reports += found
         if sys.stderr.isatty():
             click.echo(f"\r{number}/{len(work)} {work[number - 1][0].name[:70]:70}", nl=False, err=True)
     if sys.stderr.isatty():
         click.echo("", err=True)
-    rows = [[r.variant, r.kernel, r.constants, r.target, f"w{r.warps} s{r.stages}", r.registers, r.stack, r.shared,
+    for variant, name, reason in left_out:
+        click.echo(f"{variant.name}: not for {name}: {reason}", err=True)
+    shown = lambda r: r.kernel if as_json or not r.case else f"{r.kernel} ({r.case})"
+    rows = [[r.variant, shown(r), r.constants, r.target, f"w{r.warps} s{r.stages}", r.registers, r.stack, r.shared,
              r.matrix, r.error or ", ".join(r.fits()) or "no known device"] for r in reports]
     columns = ["variant", "kernel", "constants", "target", "launch", "registers", "stack B", "shared B", "matrix ops",
                "fits"]
@@ -49,7 +52,7 @@ def compile_(chunk_size, families_, head_dim, dtype, blocks, flags, names, targe
         columns = [c for c in columns if c != "constants"]
         rows = [row[:2] + row[3:] for row in rows]
     cli.print_table(f"{len(reports)} kernels", columns, rows, as_json=as_json)
-    sys.exit(1 if any(r.error for r in reports) else 0)
+    sys.exit(1 if any(r.error for r in reports) or not reports else 0)
 
 
 @cli.main.command()

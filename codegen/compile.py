@@ -16,15 +16,20 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from kdagen import devices, families, loader
 from kdagen.errors import CompileError
+from kdagen.families.base import Kernel
 from kdagen.render import locate
-from kdagen.spec import Schedule, Target, Variant
+from kdagen.spec import Problem, Schedule, Target, Variant
 
 MATRIX_OPS = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma.sync": r"mma\.sync", "mfma": r"v_mfma_"}
+
+# loads that the default rules are asked for, from a token of a sequence to long prefill and full batches of decode
+LOADS = (None, *(Problem(t, s, h) for t in (1, 64, 2048, 65536) for s in (1, 8, 256) for h in (1, 4, 12, 32, 96)))
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Report:
     shared: int = -1
     matrix: str = ""       # "wgmma 12" or "mma.sync 96": matrix instructions in the assembly
     error: str = ""
+    case: str = ""         # which of the kernels of one name: the family's label, or the constants that differ
 
     def fits(self) -> list[str]:
         """The slugs of the known devices of this architecture whose shared memory suffices."""
@@ -57,15 +63,32 @@ def compile_variant(variant: Variant, schedule: Schedule, target: str) -> list[R
     path = loader.find(variant) or loader.cached(variant)
     module = loader._import_file(f"kdagen_compiled.{variant.name}", path)
     reports = []
-    for kernel in family.kernels(variant.spec, schedule):
+    kernels = family.kernels(variant.spec, schedule)
+    for kernel in kernels:
         base = Report(variant.name, kernel.name, ", ".join(f"{k}={v}" for k, v in kernel.constants.items()), target,
-                      schedule.warps, schedule.stages)
+                      kernel.options.get("num_warps", schedule.warps), kernel.options.get("num_stages", schedule.stages),
+                      case=_case(kernel, kernels))
         try:
             compiled = _compile(getattr(module, kernel.name), kernel, schedule, target)
             reports.append(Report(**asdict(base) | _measure(compiled, target)))
         except Exception as error:  # whatever the compiler raises is this report's finding
             reports.append(Report(**asdict(base) | {"error": _explain(error, variant, path)}))
     return reports
+
+
+def _case(kernel: Kernel, kernels: tuple[Kernel, ...]) -> str:
+    """What tells a kernel from the others of its name: its label, else as few constants as do; empty if it is alone."""
+    others = [one.constants for one in kernels if one.name == kernel.name and one is not kernel]
+    if kernel.label:
+        return kernel.label
+    own, found, missing = kernel.constants, [], object()
+    for name in dict.fromkeys([*own, *(name for other in others for name in other)]):
+        value = own.get(name, missing)
+        alike = [other for other in others if other.get(name, missing) == value]
+        if len(alike) < len(others):
+            found.append(f"with {name}" if value is missing else f"no {name}" if value is None else f"{name}={value}")
+            others = alike
+    return ", ".join(found)
 
 
 def _compile(jit, kernel, schedule: Schedule, target: str):
@@ -100,8 +123,8 @@ def _measure(compiled, target: str) -> dict:
         return found | _cubin_usage(compiled.asm["cubin"])
     registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
     stack = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
-    shared = re.search(r"\.group_segment_fixed_size:\s*(\d+)", text)
-    numbers = {"registers": registers, "stack": stack, "shared": shared}
+    # .group_segment_fixed_size is 0: Triton's kernels are given their shared memory at launch
+    numbers = {"registers": registers, "stack": stack}
     return found | {name: int(match[1]) for name, match in numbers.items() if match}
 
 
@@ -149,6 +172,14 @@ class Job(NamedTuple):
     target: str
 
 
+class LeftOut(NamedTuple):
+    """A variant that no launch of runs on a target, and the family's reason."""
+
+    variant: Variant
+    target: str
+    reason: str
+
+
 def _start_worker() -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
 
@@ -186,24 +217,33 @@ def _failed(job: Job, why: str) -> Report:
     return Report(variant.name, "*", "", target, schedule.warps, schedule.stages, error=why)
 
 
-def default_jobs(variants: Iterable[Variant], targets: Iterable[str]) -> list[Job]:
-    """A job for each variant and each target its family supports, with the default's warps and stages."""
+def default_jobs(variants: Iterable[Variant], targets: Iterable[str], left_out: list[LeftOut] | None = None) -> list[Job]:
+    """A job for each variant and each target its family supports, as dispatch launches it; others go to ``left_out``."""
     jobs = []
     for variant in variants:
         family = families.get(variant.spec.family)
         for name in targets:
             target: Target = devices.named(name)
             schedule = launch_options(variant, target)
-            if family.supports(variant.spec, schedule, target) is None:
+            reason = family.supports(variant.spec, schedule, target)
+            if reason is None:
                 jobs.append(Job(variant, schedule, name))
+            elif left_out is not None:
+                left_out.append(LeftOut(variant, name, reason))
     return jobs
 
 
 def launch_options(variant: Variant, target: Target | None = None) -> Schedule:
-    """The variant's whole schedule: its own blocks with the warps and stages that the family gives them."""
-    family = families.get(variant.spec.family)
-    for schedule in family.default_schedules(variant.spec):
-        if schedule.source_key == variant.schedule:
-            return schedule
-    default = family.default(variant.spec, target)
-    return Schedule(variant.schedule.blocks, default.warps, default.stages, variant.schedule.form)
+    """The variant's whole schedule: its own blocks with the warps and stages that the family gives them.
+
+    The first that fits the target of: what the default rule picks there for some load, or on no target in particular; the
+    family's other defaults, most stages first; the default's warps and stages; the search space. If none fits, the first.
+    """
+    family, spec = families.get(variant.spec.family), variant.spec
+    picked = [family.default(spec, where, load) for where in (target, None) for load in LOADS]
+    others = sorted(family.default_schedules(spec), key=lambda one: -one.stages)
+    known = [one for one in (*picked, *others) if one.source_key == variant.schedule]
+    default = family.default(spec, target)
+    known.append(Schedule(variant.schedule.blocks, default.warps, default.stages, variant.schedule.form))
+    searched = (one for one in family.candidates(spec) if one.source_key == variant.schedule)
+    return next((one for one in chain(known, searched) if family.supports(spec, one, target) is None), known[0])

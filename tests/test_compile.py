@@ -96,6 +96,54 @@ def test_fits_compares_with_known_devices():
     assert Report("v", "k", "", "sm80", 4, 1, shared=200_000).fits() == []
 
 
+def schedule_of(name: str, target: str):
+    return launch_options(parse(name), devices.named(target))
+
+
+@pytest.mark.parametrize("target", devices.ARCHS)
+def test_what_is_compiled_is_what_dispatch_picks(target):
+    """A default rule's own warps and stages on this target, and nothing that the family refuses there."""
+    left_out = []
+    jobs = default_jobs(ALL, [target], left_out)
+    assert {job.variant for job in jobs} | {one.variant for one in left_out} == set(ALL)
+    assert all(one.reason and one.target == target for one in left_out)
+    device = devices.named(target)
+    for job in jobs:
+        family = families.get(job.variant.spec.family)
+        picked = {family.default(job.variant.spec, device, problem) for problem in PROBLEMS}
+        picked = {one for one in picked if one.source_key == job.variant.schedule}
+        assert family.supports(job.variant.spec, job.schedule, device) is None
+        assert job.schedule in picked or not picked, (job, picked)
+
+
+def test_an_unlisted_variant_is_compiled_with_a_launch_that_fits():
+    wide = schedule_of("prefill_state__c64_k256_v256_bf16__bv128", "sm90")
+    assert wide.warps == 8, "128 x 256 fp32 do not fit four warps"
+    assert schedule_of("prefill_state__c64_k128_v128_bf16__bv128", "sm90").stages == 3, "as many as fit"
+    left_out = []
+    assert default_jobs([parse("prefill_segments__c64_k128_v128_bf16__tma_bm64")], ["sm80"], left_out) == []
+    assert left_out[0].reason == "the tma form is for sm90, not sm80"
+
+
+def test_reports_are_those_of_the_launch():
+    """Shared memory on AMD too; combine's own stages; each of the kernels of one name told apart."""
+    jobs = default_jobs([parse("prefill_segments__c64_k128_v128_bf16__bm64"),
+                         parse("prefill_state__c64_k128_v128_bf16__bv64")], ["gfx942"])
+    of_segments, of_state = compile_many(jobs, workers=1)
+    assert [(r.kernel, r.stages, r.error) for r in of_segments] == [("map_kernel", 1, ""), ("combine_kernel", 1, "")]
+    assert all(0 < r.shared <= 65536 and r.fits() == ["mi300x"] for r in of_segments + of_state)
+    assert [r.case for r in of_state] == ["plain", "pool", "inner"]
+
+
+def test_kernels_of_one_name_are_told_apart():
+    from kdagen.compile import _case
+
+    for variant in ALL:
+        kernels = families.get(variant.spec.family).kernels(variant.spec, variant.schedule)
+        shown = [(kernel.name, _case(kernel, kernels)) for kernel in kernels]
+        assert len(set(shown)) == len(shown), (variant.name, shown)
+
+
 NEWEST = "3.9.0"
 
 

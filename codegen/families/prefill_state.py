@@ -111,14 +111,14 @@ class State(Family):
         base = {"V_FIRST": True, "STAGES": schedule.stages}
         absent = dict.fromkeys(("read_slots", "has_initial", "write_slots", "mid_in", "mid_out", "ckpt_offsets",
                                 "ckpt_slots", "ckpt_pool"))
-        plain = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out"), base | absent, STRIDES)
+        plain = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out"), base | absent, STRIDES, label="plain")
         pool = Kernel(
             "state_kernel",
             signature | pointers("fp32", "h_in", "h_out", "ckpt_pool")
             | pointers("i32", "read_slots", "write_slots", "ckpt_offsets", "ckpt_slots") | {"has_initial": "*i1"},
-            base | {"mid_in": None, "mid_out": None}, STRIDES)
+            base | {"mid_in": None, "mid_out": None}, STRIDES, label="pool")
         inner = Kernel("state_kernel", signature | pointers("fp32", "h_in", "h_out", "mid_in", "mid_out"),
-                       base | {name: None for name in absent if not name.startswith("mid")}, STRIDES)
+                       base | {name: None for name in absent if not name.startswith("mid")}, STRIDES, label="inner")
         return plain, pool, inner
 
     @staticmethod
@@ -135,10 +135,11 @@ class State(Family):
             "N", "HV", *strides, "stride_read", "stride_write", "stride_at", "stride_ckpt_slots", "CKPTS"), "i32")
         pool = ("read_slots", "has_initial", "write_slots", "ckpt_offsets", "ckpt_slots", "ckpt_pool")
         found = []
-        for absent in ((*pool, "mid_in", "mid_out"), ("mid_in", "mid_out"), pool):
+        for label, absent in (("plain", (*pool, "mid_in", "mid_out")), ("pool", ("mid_in", "mid_out")), ("inner", pool)):
             kept = {name: kind for name, kind in signature.items() if name not in absent}
             constants = dict.fromkeys(absent) | {"V_FIRST": True, "STAGES": schedule.stages}
-            found.append(Kernel("state_kernel", kept, constants, tuple(strides), launch_options(schedule.block["bv"])))
+            found.append(Kernel("state_kernel", kept, constants, tuple(strides), launch_options(schedule.block["bv"]),
+                                label))
         return tuple(found)
 
     def committed(self) -> Iterable[Spec]:
