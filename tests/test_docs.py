@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdagen import families, files, loader, render
+from kdagen import families, files, loader, reference, render
 from kdagen.cli import main
-from kdagen.spec import Variant
+from kdagen.spec import Problem, Variant
+from kdagen.tuning import cases
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,6 +57,37 @@ def test_the_worked_example_renders_and_computes(example, rng):
             y = torch.full_like(x, float("nan"))
             module.launch(x, s, y)
             torch.testing.assert_close(y, x * s[:, None])
+        assert "\n\n\ndef launch(" in text, "its blank lines are as in the template"
+
+
+def test_the_worked_example_has_an_op(example, rng, monkeypatch):
+    """The op's snippet runs as it stands, kernels and CPU path; so does the sweep's case."""
+    op, oracle = types.ModuleType("kdagen.ops.rowscale"), types.ModuleType("oracle")
+    code = blocks("docs/adding-a-family.md", "python")
+    exec(code[2], oracle.__dict__)
+    monkeypatch.setattr(reference, "row_scale", oracle.row_scale, raising=False)
+    exec(code[1], op.__dict__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, s = torch.randn(13, 70, generator=rng).to(device), torch.randn(13, generator=rng).to(device)
+    torch.testing.assert_close(op.row_scale(x, s), x * s[:, None])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch.testing.assert_close(op.row_scale(x.cpu(), s.cpu()), (x * s[:, None]).cpu())
+
+    monkeypatch.setitem(sys.modules, "kdagen.ops.rowscale", op)
+    monkeypatch.setattr(cases, "_CASES", {})
+    exec(next(block for block in blocks("docs/tuning.md", "python") if "RowScale" in block), {})
+    case, spec = cases.get("rowscale"), example.committed()[1]
+    inputs = case.inputs(spec, Problem(13, 1, 1), 0, torch.device("cpu"))
+    torch.testing.assert_close(case.run(spec, inputs)["y"].double(), case.oracle(spec, inputs)["y"], rtol=1e-6, atol=1e-6)
+    assert case.bytes_moved(spec, Problem(13, 1, 1)) == 2 * 13 * 128 * 4
+
+
+def test_the_worked_example_names_what_must_know_the_family():
+    """Each table that a new family or op has to enter is named in the document."""
+    text = (ROOT / "docs" / "adding-a-family.md").read_text()
+    for name, path in (("NAMES", "codegen/families/__init__.py"), ("OPS", "codegen/families/__init__.py"),
+                       ("_PUBLIC", "codegen/__init__.py"), ("MODULES", "codegen/tuning/cases.py")):
+        assert f"`{name}`" in text and f"`{path}`" in text and f"\n{name}" in (ROOT / path).read_text()
 
 
 def test_the_worked_example_reports_its_template_line(example, tmp_path):
@@ -112,13 +144,14 @@ def test_readme_commands_run(command, tmp_path):
     assert done.stdout.strip()
 
 
-def test_readme_python_runs(tmp_path):
+@pytest.mark.parametrize("document, words", [("README.md", "'family': 'step_tables'"), ("docs/metadata.md", "")])
+def test_the_python_of_documents_runs(document, words, tmp_path):
     """All Python blocks, one after another, as a reader would paste them, on the CPU path."""
-    code = "\n".join(blocks("README.md", "python"))
+    code = "\n".join(blocks(document, "python"))
     environment = os.environ | {"KDAGEN_CACHE": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "'family': 'step_tables'" in done.stdout
+    assert words in done.stdout
 
 
 @pytest.mark.parametrize("script", ["targets.py", "plot.py", "accuracy.py", "loop.py"])
