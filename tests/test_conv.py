@@ -322,7 +322,7 @@ SCHEDULE = {"tot": 2, "batch_ptr": PAIR, "token_chunk_offset_ptr": PAIR}
     (dict(x=torch.zeros(1, 8, 6).transpose(1, 2)), "x: got strides"),
     (dict(x=torch.zeros(6, 8), cu_seqlens=None), r"x: got shape \[6, 8\].*packed tokens beside cu_seqlens"),
     (dict(weight=torch.zeros(8, 5)), "weight: got width 5, expected width 2, 3 or 4"),
-    (dict(weight=torch.zeros(7, 4)), r"weight: got shape \[7, 4\], expected shape \[8, any\]"),
+    (dict(weight=torch.zeros(7, 4)), r"weight: got shape \[7, 4\], expected shape \[8, W\]"),
     (dict(weight=torch.zeros(8, 1, 4)), r"weight: got shape \[8, 1, 4\]"),
     (dict(bias=torch.zeros(1, 8)), r"bias: got shape \[1, 8\]"),
     (dict(activation="relu"), "activation: got 'relu'"),

@@ -83,6 +83,20 @@ def test_padding_slots_are_neither_read_nor_written(rng, path, padding, pad_slot
     assert torch.equal(pool[untouched].nan_to_num(7.0), before[untouched].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("padding", [-1, SLOTS])
+def test_the_final_state_of_a_padded_row_is_zero(rng, path, padding, monkeypatch):
+    tensors, options, pool, slots, _ = make(rng)
+    slots[2] = padding
+    empty = torch.empty
+    poisoned = lambda *a, **k: empty(*a, **k).fill_(NAN) if k.get("dtype") == torch.float32 else empty(*a, **k)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    _, final = run(tensors, options, state_pool=pool, read_slots=slots, output_final_state=True)
+    start = pool[slots.long().clamp(0, SLOTS - 1)]
+    wanted = R.recurrent_kda(**tensors, **options, initial_state=start, output_final_state=True)[1]
+    wanted[2] = 0
+    assert relative(final, wanted) < FP32 and torch.equal(final[2], torch.zeros_like(final[2]))
+
+
 def test_a_fresh_sequence_does_not_read_its_slot(rng, path):
     tensors, options, pool, slots, _ = make(rng)
     fresh = torch.tensor([True, False, False, True, False])
@@ -126,7 +140,7 @@ def test_the_workspace_bound_changes_no_bit(rng):
     plain = run(tensors, options, initial_state=start, output_final_state=True)
     row = prefill_plan.choose(tensors["q"], 16, 32, 16, "bounded", prefill_plan.INVARIANT).row_bytes * 2
     for rows in (0, 1, 2, 3):
-        found = run(tensors, options, initial_state=start, output_final_state=True, max_workspace=rows * row)
+        found = run(tensors, options, initial_state=start, output_final_state=True, max_workspace=rows * row or 1)
         assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
 
 

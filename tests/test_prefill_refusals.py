@@ -8,14 +8,16 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from inputs import cu_seqlens, kda, relative
 from kdagen import devices, families
 from kdagen import reference as R
-from kdagen.errors import ArgumentError, ArgumentTypeError
+from kdagen.errors import ArgumentError, ArgumentTypeError, Unsupported
 from kdagen.families.prefill_prepare import LOG2_TERMS
+from kdagen.ops.decode import fused_recurrent_kda
 from kdagen.ops.metadata import step_tables
 from kdagen.ops.prefill import chunk_kda
 from kdagen.spec import Schedule, Spec
@@ -27,7 +29,7 @@ def call(rng):
 
     def run(**changes):
         kept = {**tensors, **options} | changes
-        return chunk_kda(**{name: value for name, value in kept.items() if value is not ...}, chunk_size=16)
+        return chunk_kda(**{"chunk_size": 16} | {name: value for name, value in kept.items() if value is not ...})
 
     run.tensors = tensors
     return run
@@ -67,6 +69,78 @@ def test_refusals_name_argument_and_expectation(call, changes, kind, words):
     with pytest.raises(kind) as error:
         call(**changes(call.tensors))
     assert str(error.value).startswith(words[0]) and all(word in str(error.value) for word in words), str(error.value)
+
+
+HOSTS = {  # what is given as cu_seqlens_cpu -> (value, error, words)
+    "floats": (torch.tensor([0.0, 10.0, 20.0]), ArgumentTypeError, "torch.float32"),
+    "another N": (torch.tensor([0, 20]), ArgumentError, "shape [2]"),
+    "none": (torch.zeros(0, dtype=torch.int32), ArgumentError, "shape [0]"),
+    "decreasing": (torch.tensor([0, 30, 20]), ArgumentError, "decrease"),
+    "too short": (torch.tensor([0, 10, 19]), ArgumentError, "T = 20"),
+    "another device": (torch.empty(3, dtype=torch.int64, device="meta"), ArgumentTypeError, "meta"),
+    "a list": ([0, 10, 20], ArgumentTypeError, "a list"),
+    "an array": (np.array([0, 10, 20]), ArgumentTypeError, "a ndarray"),
+}
+
+
+@pytest.mark.parametrize("path", ["interpreter", "cpu"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "tables"])
+@pytest.mark.parametrize("name", HOSTS)
+def test_host_boundaries_are_refused_on_both_paths(call, name, beside, path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if path == "interpreter" else "0")
+    host, kind, words = HOSTS[name]
+    edges = torch.tensor([0, 10, 20])
+    tables = step_tables(edges, edges, chunk_size=16, rows=True) if beside else None
+    if beside and name == "decreasing":
+        pytest.skip("beside tables only the ends are looked at")
+    with pytest.raises(kind) as error:
+        call(cu_seqlens=edges, cu_seqlens_cpu=host, tables=tables, initial_state=None)
+    assert str(error.value).startswith("cu_seqlens_cpu: got ") and words in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("path", ["interpreter", "cpu"])
+@pytest.mark.parametrize(("changes", "kind", "words"), [
+    ({"lower_bound": "5"}, ArgumentTypeError, "lower_bound: got '5', expected a number"),
+    ({"scale": "x"}, ArgumentTypeError, "scale: got 'x', expected a number"),
+    ({"scale": torch.ones(())}, ArgumentTypeError, "scale: got a Tensor, expected a number"),
+    ({"chunk_size": 64.0}, ArgumentError, "chunk_size: got 64.0, expected one of 16, 32, 64, 128"),
+    ({"cu_seqlens": [0, 20]}, ArgumentTypeError, "cu_seqlens: got a list, expected a torch.Tensor"),
+    ({"cu_seqlens": np.array([0, 20])}, ArgumentTypeError, "cu_seqlens: got a ndarray, expected a torch.Tensor"),
+    ({"cu_seqlens": torch.tensor([0, 20]), "tables": {}}, ArgumentTypeError, "tables: got a dict, expected the StepTables"),
+    ({"has_initial_state": 1}, ArgumentTypeError, "has_initial_state: got an int, expected a torch.Tensor"),
+    ({"has_initial_state": [True]}, ArgumentTypeError, "has_initial_state: got a list, expected a torch.Tensor"),
+    ({"max_workspace": 0}, ArgumentError, "max_workspace: got 0, expected a number of bytes"),
+    ({"max_workspace": -5}, ArgumentError, "max_workspace: got -5"),
+    ({"q": torch.zeros(1, 20, 16)}, ArgumentError, "q: got shape [1, 20, 16], expected shape [B, T, H, K]"),
+    ({"v": torch.zeros(1, 20, 16)}, ArgumentError, "v: got shape [1, 20, 16], expected shape [B, T, HV, V]"),
+])
+def test_arguments_of_another_kind(call, changes, kind, words, path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if path == "interpreter" else "0")
+    with pytest.raises(kind) as error:
+        call(**changes)
+    assert str(error.value).startswith(words), str(error.value)
+
+
+@pytest.mark.parametrize("path", ["interpreter", "cpu"])
+@pytest.mark.parametrize(("sizes", "words"), [(dict(K=257), "q: got K = 257, expected K from 1 to 256"),
+                                              (dict(K=16, V=300), "v: got V = 300, expected V from 1 to 256")])
+def test_head_dims_past_the_kernels_are_refused_on_both_paths(rng, sizes, words, path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if path == "interpreter" else "0")
+    tensors, options = kda(rng, "bounded", T=3, H=1, **sizes)
+    for op in (chunk_kda, fused_recurrent_kda):
+        with pytest.raises(Unsupported) as error:
+            op(**tensors, **options)
+        assert str(error.value) == words
+
+
+@pytest.mark.parametrize("path", ["interpreter", "cpu"])
+def test_no_result_requires_a_gradient(rng, path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if path == "interpreter" else "0")
+    tensors, options = kda(rng, "bounded", T=5, H=1, K=16)
+    tensors["q"].requires_grad_()
+    for op in (chunk_kda, fused_recurrent_kda):
+        o, final = op(**tensors, **options, output_final_state=True)
+        assert not o.requires_grad and not final.requires_grad
 
 
 def test_a_batch_stride_that_is_not_a_whole_number_of_rows_is_refused(rng):

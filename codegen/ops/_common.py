@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from numbers import Real
 
 import torch
 
 from kdagen import devices
-from kdagen.errors import ArgumentTypeError, refuse
+from kdagen.errors import ArgumentTypeError, Unsupported, refuse
 from kdagen.spec import Target
 
 LIBRARY = torch.library.Library("kdagen", "DEF")
@@ -64,22 +65,55 @@ def on_device(tensor: torch.Tensor):
     return torch.cuda.device(tensor.device)
 
 
+def kind_of(value: object) -> str:
+    """``a list``, ``an int``: how a refusal names a value of the wrong kind."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"
+
+
+def check_tensors(names: tuple[str, ...], values: tuple, kind: str = "a torch.Tensor") -> None:
+    """Refuse, by its name, the first value that is neither None nor a tensor.
+
+    Ops call it once an attribute that every tensor has was missing: a call of tensors alone does not pay for it.
+    """
+    for name, value in zip(names, values):
+        if value is not None and not isinstance(value, torch.Tensor):
+            refuse(name, kind_of(value), kind, kind=ArgumentTypeError)
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse what is neither None nor a real number (torch.compile's symbols count as numbers)."""
+    if value is not None and not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
+        refuse(name, repr(value) if isinstance(value, str) else kind_of(value), "a number", kind=ArgumentTypeError)
+
+
+def check_within(name: str, size: int, most: int, what: str) -> None:
+    """Refuse a size that no kernel takes, on the CPU path as well."""
+    if not 1 <= size <= most:
+        refuse(name, f"{what} = {size}", f"{what} from 1 to {most}", kind=Unsupported)
+
+
 def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
     if tensor.dtype not in dtypes:
         refuse(name, str(tensor.dtype), " or ".join(map(str, dtypes)), kind=ArgumentTypeError)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
+    try:
+        same = tensor.device == device
+    except AttributeError:
+        same = False
+    if not same:
+        check_tensors((name,), (tensor,))
         refuse(name, f"a tensor on {tensor.device}", f"one on {device}", f"Move it: {name}.to({str(device)!r}).",
                kind=ArgumentTypeError)
 
 
-def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
-    """Refuse a tensor whose shape is not ``shape``; None stands for any size."""
-    if tensor.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, tensor.shape)):
-        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-        refuse(name, f"shape {list(tensor.shape)}", f"shape {wanted}")
+def check_shape(name: str, tensor: torch.Tensor, *shape: int | str) -> None:
+    """Refuse a tensor whose shape is not ``shape``; an axis of any size is given by its name."""
+    if tensor.dim() != len(shape) or any(not isinstance(want, str) and want != got
+                                         for want, got in zip(shape, tensor.shape)):
+        refuse(name, f"shape {list(tensor.shape)}", f"shape [{', '.join(map(str, shape))}]")
 
 
 def check_interpretable(dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ def check_data(x, weight, bias, out, *, packed: bool, decode: bool = False) -> t
     check_rows_contiguous("x", x)
     D = x.shape[-1]
     B, T = x.shape[:2] if x.dim() == 3 else (1, x.shape[0]) if packed else (x.shape[0], 1)
-    check_float("weight", weight, x.device, D, None)
+    check_float("weight", weight, x.device, D, "W")
     W = weight.shape[1]
     if W not in WIDTHS:
         refuse("weight", f"width {W}", "width 2, 3 or 4", kind=Unsupported)
@@ -47,7 +47,7 @@ def check_pool(pool, indices, has, N: int, W: int, D: int, device: torch.device)
             if tensor is not None:
                 refuse(name, "a tensor without conv_states", "both", "The lines it speaks of are in conv_states.")
         return
-    check_float("conv_states", pool, device, None, None, D)
+    check_float("conv_states", pool, device, "slots", "W - 1 + k", D)
     check_rows_contiguous("conv_states", pool)
     if pool.shape[1] < W - 1:
         refuse("conv_states", f"lines of {pool.shape[1]} columns", f"at least the width - 1 = {W - 1}")

@@ -18,6 +18,7 @@ def _lines(pool, indices, rows: int, pad_slot: int) -> torch.Tensor:
     return torch.where((slots < 0) | (slots == pad_slot) | (slots >= pool.shape[0]), -1, slots)
 
 
+@torch.no_grad()
 def run_prompts(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, pad_slot, silu) -> None:
     """causal_conv1d: the oracle in fp64, its results rounded into out and the lines."""
     if x.dim() == 2:
@@ -44,6 +45,7 @@ def run_prompts(x, weight, bias, out, cu_seqlens, pool, indices, has, initial, p
     pool[slots[stored], : W - 1] = final[stored].to(pool.dtype)
 
 
+@torch.no_grad()
 def run_steps(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu) -> None:
     """causal_conv1d_update: the same oracle, which changes the pool itself."""
     x, out = batched(x, boundaries), batched(out, boundaries)

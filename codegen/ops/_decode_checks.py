@@ -7,7 +7,9 @@ from itertools import pairwise
 import torch
 
 from kdagen.errors import ArgumentTypeError, refuse
-from kdagen.ops._common import FLOATS, check_device, check_dtype, check_shape
+from kdagen.families.recurrent import MAX_HEAD_DIM
+from kdagen.ops._common import FLOATS, check_device, check_dtype, check_number, check_shape, check_tensors, check_within
+from kdagen.spec import CHUNKS
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -18,7 +20,7 @@ def check_rows_contiguous(name: str, tensor: torch.Tensor) -> None:
         refuse(name, f"strides {tuple(tensor.stride())}", "a last dimension with stride 1", f"Pass {name}.contiguous().")
 
 
-def check_float(name: str, tensor: torch.Tensor, device: torch.device, *shape: int | None) -> None:
+def check_float(name: str, tensor: torch.Tensor, device: torch.device, *shape: int | str) -> None:
     check_shape(name, tensor, *shape)
     check_dtype(name, tensor, *FLOATS)
     check_device(name, tensor, device)
@@ -28,6 +30,7 @@ def check_vector(name: str, tensor: torch.Tensor | None, device: torch.device, l
     """Refuse what is not None and not a contiguous vector of ``length``."""
     if tensor is None:
         return
+    check_tensors((name,), (tensor,))
     check_shape(name, tensor, length)
     check_dtype(name, tensor, *dtypes)
     check_device(name, tensor, device)
@@ -51,6 +54,7 @@ def check_gate(A_log, dt_bias, lower_bound, HV: int, K: int, device: torch.devic
     """Refuse gate parameters that are of no form of the gate (docs/kda.md: softplus, or bounded by lower_bound < 0)."""
     if lower_bound is None and A_log is None:
         refuse("A_log", "None", f"a tensor [{HV}] for the softplus gate", "Or pass lower_bound for the bounded gate.")
+    check_number("lower_bound", lower_bound)
     if lower_bound is not None and not lower_bound < 0:
         refuse("lower_bound", lower_bound, "a negative number (Kimi-K3: -5), or None for the softplus gate")
     check_vector("A_log", A_log, device, HV, *FLOATS)
@@ -65,7 +69,7 @@ def check_gate(A_log, dt_bias, lower_bound, HV: int, K: int, device: torch.devic
         check_vector("dt_bias", dt_bias, device, HV * K, *FLOATS)
 
 
-def check_states(name: str, states: torch.Tensor, device: torch.device, rows: int | None, *inner: int) -> None:
+def check_states(name: str, states: torch.Tensor, device: torch.device, rows: int | str, *inner: int) -> None:
     """Refuse what is not [rows, *inner] float states, contiguous but for the first stride (padded slots are fine)."""
     check_float(name, states, device, rows, *inner)
     step = 1
@@ -103,11 +107,23 @@ def check_boundaries(
                    f"boundaries that start at 0, never decrease, and end at T = {tokens}")
 
 
+def check_chunk_size(chunk_size: object, hint: str = "") -> None:
+    """Refuse what is not one of the chunk sizes, such as the float 64.0."""
+    if type(chunk_size) is not int or chunk_size not in CHUNKS:
+        refuse("chunk_size", repr(chunk_size), f"one of {', '.join(map(str, CHUNKS))}{hint}")
+
+
+def check_head_dims(k_name: str, K: int, v_name: str, V: int) -> None:
+    """Refuse head dims that the kernels do not have."""
+    check_within(k_name, K, MAX_HEAD_DIM, "K")
+    check_within(v_name, V, MAX_HEAD_DIM, "V")
+
+
 def check_qkv(q, k, v, g, beta) -> tuple[int, int, int, int, int, int]:
     """(B, T, H, K, HV, V) of a call; refuses shapes, dtypes, devices and strides that do not go together."""
     check_dtype("q", q, *FLOATS)
     if q.dim() != 4:
-        check_shape("q", q, None, None, None, None)
+        check_shape("q", q, "B", "T", "H", "K")
     B, T, H, K = q.shape
     check_shape("k", k, B, T, H, K)
     if v.dim() != 4 or v.shape[:2] != q.shape[:2]:
@@ -125,4 +141,5 @@ def check_qkv(q, k, v, g, beta) -> tuple[int, int, int, int, int, int]:
         check_device(name, tensor, q.device)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
         check_rows_contiguous(name, tensor)
+    check_head_dims("q", K, "v", V)
     return B, T, H, K, HV, V

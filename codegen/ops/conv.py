@@ -13,6 +13,7 @@ from kdagen.ops._common import (
     DTYPE_NAMES,
     MEMO_ENTRIES,
     check_interpretable,
+    check_tensors,
     layouts,
     on_device,
     register,
@@ -26,6 +27,9 @@ from kdagen.spec import Problem, Spec
 
 _LAYOUTS = dispatch.memo("conv layouts")
 _PLANS = dispatch.memo("conv plans")
+_PROMPTS = ("x", "weight", "bias", "out", "cu_seqlens", "conv_states", "cache_indices", "has_initial_state")
+_STEPS = ("x", "conv_states", "weight", "bias", "out", "query_start_loc", "cache_indices", "num_accepted_tokens",
+          "has_initial_state")
 
 
 class Plan(NamedTuple):
@@ -86,7 +90,10 @@ def causal_conv1d(
             check_schedule(schedule, block_m, cu_seqlens, x.device)
         tables = schedule["batch_ptr"], schedule["token_chunk_offset_ptr"], schedule["tot"]
         block_m = schedule.get("block_m", block_m)
-    if conv_states is not None and has_initial_state is None:
+    if conv_states is None:
+        if has_initial_state is True:
+            refuse("has_initial_state", "True without conv_states", "both", "The lines it speaks of are in conv_states.")
+    elif has_initial_state is None:
         refuse("has_initial_state", "None beside conv_states", "a bool tensor [N], or True or False for all sequences",
                "Fresh prompts must not continue what a slot held before.")
     flag = has_initial_state if isinstance(has_initial_state, bool) else has_initial_state is not None
@@ -102,7 +109,12 @@ def causal_conv1d(
 
 def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,
          checked) -> None:
-    key = "prefill", layouts((x, weight, bias, out, cu_seqlens, pool, indices, has)), block_m
+    tensors = (x, weight, bias, out, cu_seqlens, pool, indices, has)
+    try:
+        key = "prefill", layouts(tensors), block_m
+    except AttributeError:
+        check_tensors(_PROMPTS, tensors)
+        raise
     if checked and out.data_ptr() == x.data_ptr() and x.numel():
         refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     plan = _LAYOUTS.get(key)
@@ -180,7 +192,12 @@ def causal_conv1d_update(
 
 
 def _run_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu, checked) -> None:
-    key = "update", layouts((x, pool, weight, bias, out, boundaries, indices, accepted, has))
+    tensors = (x, pool, weight, bias, out, boundaries, indices, accepted, has)
+    try:
+        key = "update", layouts(tensors)
+    except AttributeError:
+        check_tensors(_STEPS, tensors)
+        raise
     plan = _LAYOUTS.get(key)
     if plan is None or not x.is_cuda:
         if checked:

@@ -16,6 +16,8 @@ from kdagen.ops._common import (
     MEMO_ENTRIES,
     check_dtype,
     check_interpretable,
+    check_number,
+    check_tensors,
     layouts,
     on_device,
     register,
@@ -36,6 +38,8 @@ from kdagen.ops._decode_checks import (
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("fused_recurrent_kda")
+_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "out", "initial_state", "final_state", "cu_seqlens",
+            "state_indices", "num_accepted_tokens", "has_initial_state")
 
 
 CONSTANTS = (None,) * 8  # the kernel's constexpr arguments: the compiled kernel does not look at them
@@ -84,7 +88,7 @@ def fused_recurrent_kda(
     Tokens. q, k [B, T, H, K], v [B, T, HV, V] of one dtype (bf16, fp16, fp32); HV a multiple of H; K, V from 1 to 256.
     g [B, T, HV, K]: log decay (natural log, <= 0), or with ``use_gate_in_kernel`` the raw gate of
     -exp(A_log) * softplus(g + dt_bias), or, with ``lower_bound`` < 0, of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)):
-    A_log [HV] (None only with lower_bound: a factor 1), dt_bias [HV, K] or [HV * K] or None; all three unused otherwise.
+    A_log [HV] (None only with lower_bound: a factor 1), dt_bias [HV, K] or [HV * K] or None; all three refused otherwise.
     beta [B, T, HV]: strength, or with ``use_beta_sigmoid_in_kernel`` its raw logit (times 2 after the sigmoid with
     ``allow_neg_eigval``). g and beta of any float dtype. ``use_qk_l2norm_in_kernel``: x / sqrt(sum(x^2) + 1e-6) on q, k.
     ``scale``: K^-0.5 by default. All tensors may be slices of wider ones (no copy is made), as long as the last
@@ -118,12 +122,16 @@ def fused_recurrent_kda(
             refuse("initial_state", "a tensor beside state_pool", "None", "The pool's slots hold the initial states.")
         final_state = state_pool
     elif output_final_state:
-        if initial_state is not None and initial_state.dtype == torch.float32 and initial_state.is_contiguous():
-            final_state = torch.empty_like(initial_state)  # the quick way to a tensor of that shape
-        else:
-            N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
-            inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-            final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
+        try:
+            if initial_state is not None and initial_state.dtype == torch.float32 and initial_state.is_contiguous():
+                final_state = torch.empty_like(initial_state)  # the quick way to a tensor of that shape
+            else:
+                N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
+                inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+                final_state = q.new_empty((N, *v.shape[2:3], *inner), dtype=torch.float32)
+        except AttributeError:
+            check_tensors(("cu_seqlens", "initial_state"), (cu_seqlens, initial_state))
+            raise
     else:
         final_state = None
     arguments = (
@@ -145,7 +153,11 @@ def _run(
     """The op itself: writes out and final_state. With state_indices, final_state is the pool, also read."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
                has_initial)
-    key = layouts(tensors), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first
+    try:
+        key = layouts(tensors), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first
+    except AttributeError:
+        check_tensors(_TENSORS, tensors)
+        raise
     plan = _MEMO.get(key)
     known = plan is not None and q.is_cuda
     if not known:
@@ -206,6 +218,7 @@ def _check(
         check_boundaries(cu_seqlens, B, T, q.device, values=values)
         N = cu_seqlens.shape[0] - 1
     check_flags(A_log, dt_bias, lower_bound, raw_gate, beta_sigmoid, neg_eigval)
+    check_number("scale", scale)
     if raw_gate:
         check_gate(A_log, dt_bias, lower_bound, HV, K, q.device)
     check_float("out", out, q.device, B, T, HV, V)
@@ -219,12 +232,13 @@ def _check(
             refuse("num_accepted_tokens", "a tensor without state_indices", "both", "It selects a column of that table.")
         check_vector("has_initial_state", has_initial, q.device, N, torch.bool)
         return
-    check_states("state_pool", final_state, q.device, None, *inner)
+    check_states("state_pool", final_state, q.device, "slots", *inner)
     check_index_table(state_indices, num_accepted, has_initial, N, q.device)
     if cu_seqlens is None and state_indices.dim() == 2 and state_indices.shape[1] < T:
         refuse("state_indices", f"{state_indices.shape[1]} columns", f"one for each of the T = {T} tokens")
 
 
+@torch.no_grad()
 def _cpu(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted, has_initial,
     scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first,

@@ -18,7 +18,9 @@ from kdagen.ops._common import (
     check_device,
     check_dtype,
     check_interpretable,
+    check_number,
     check_shape,
+    check_tensors,
     layouts,
     on_device,
     register,
@@ -28,6 +30,7 @@ from kdagen.ops._common import (
 from kdagen.ops._decode_checks import (
     check_float,
     check_gate,
+    check_head_dims,
     check_index_table,
     check_rows_contiguous,
     check_states,
@@ -37,6 +40,8 @@ from kdagen.ops._scratch import NO_SCRATCH, scratch
 from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("kda_decode_step")
+_TENSORS = ("qkv", "z", "g", "beta", "out", "conv_pool", "conv_weight", "conv_bias", "state_pool", "state_indices",
+            "num_accepted_tokens", "has_initial_state", "A_log", "dt_bias", "norm_weight")
 
 
 CONSTANTS = (None,) * 5  # the kernel's constexpr arguments: the compiled kernel does not look at them
@@ -121,7 +126,11 @@ def _run(
     """The op itself: writes out and both pools."""
     tensors = (qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial,
                A_log, dt_bias, norm_weight)
-    key = layouts(tensors), scale, lower_bound, eps, pad_slot, neg_eigval, v_first
+    try:
+        key = layouts(tensors), scale, lower_bound, eps, pad_slot, neg_eigval, v_first
+    except AttributeError:
+        check_tensors(_TENSORS, tensors)
+        raise
     plan = _MEMO.get(key)
     known = plan is not None and qkv.is_cuda
     if not known:
@@ -192,10 +201,13 @@ def _check(
     device = qkv.device
     check_dtype("qkv", qkv, *FLOATS)
     check_rows_contiguous("qkv", qkv)
-    for name, tensor in (("z", z), ("g", g), ("beta", beta)):
-        check_float(name, tensor, device, N, None)
+    for name, tensor, columns in (("z", z, "HV * V"), ("g", g, "HV * K"), ("beta", beta, "HV")):
+        check_float(name, tensor, device, N, columns)
         check_rows_contiguous(name, tensor)
     _H, HV, K, V = _sizes(qkv, z, g, beta)
+    check_head_dims("g", K, "z", V)
+    check_number("scale", scale)
+    check_number("eps", eps)
     check_float("out", out, device, N, HV, V)
     if out.dtype != qkv.dtype:
         refuse("out", str(out.dtype), f"the dtype of qkv, {qkv.dtype}", kind=ArgumentTypeError)
@@ -203,16 +215,16 @@ def _check(
         refuse("out", f"strides {tuple(out.stride())}", "a tensor contiguous but for its first dimension")
     if conv_weight.dim() != 2 or conv_weight.shape[0] != channels or conv_weight.shape[1] not in (2, 3, 4):
         refuse("conv_weight", f"shape {list(conv_weight.shape)}", f"shape [{channels}, W] with W = 2, 3 or 4")
-    check_float("conv_weight", conv_weight, device, channels, None)
+    check_float("conv_weight", conv_weight, device, channels, "W")
     if not conv_weight.is_contiguous():
         refuse("conv_weight", f"strides {tuple(conv_weight.stride())}", "a contiguous tensor",
                "Pass conv_weight.contiguous().")
     check_vector("conv_bias", conv_bias, device, channels, *FLOATS)
-    check_float("conv_pool", conv_pool, device, None, None, channels)
+    check_float("conv_pool", conv_pool, device, "slots", "W - 1 + k", channels)
     check_rows_contiguous("conv_pool", conv_pool)
     if conv_pool.shape[1] < conv_weight.shape[1] - 1:
         refuse("conv_pool", f"lines of {conv_pool.shape[1]} inputs", f"at least W - 1 = {conv_weight.shape[1] - 1}")
-    check_states("state_pool", pool, device, None, *((HV, V, K) if v_first else (HV, K, V)))
+    check_states("state_pool", pool, device, "slots", *((HV, V, K) if v_first else (HV, K, V)))
     check_index_table(state_indices, num_accepted, has_initial, N, device)
     check_gate(A_log, dt_bias, lower_bound, HV, K, device)
     check_shape("norm_weight", norm_weight, V)
@@ -220,6 +232,7 @@ def _check(
     check_device("norm_weight", norm_weight, device)
 
 
+@torch.no_grad()
 def _cpu(
     qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial, A_log, dt_bias,
     norm_weight, scale, lower_bound, eps, pad_slot, neg_eigval, v_first,

@@ -7,6 +7,7 @@ import torch
 from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
+from kdagen.families.gate import MAX_K
 from kdagen.ops._again import addresses, again, misaligned
 from kdagen.ops._common import (
     DTYPE_NAMES,
@@ -16,13 +17,22 @@ from kdagen.ops._common import (
     check_dtype,
     check_interpretable,
     check_shape,
+    check_tensors,
+    check_within,
     on_device,
     register,
     runs_kernels,
     target_of,
 )
-from kdagen.ops._decode_checks import INTEGERS, check_boundaries, check_float, check_gate, check_rows_contiguous
-from kdagen.spec import CHUNKS, Problem, Spec
+from kdagen.ops._decode_checks import (
+    INTEGERS,
+    check_boundaries,
+    check_chunk_size,
+    check_float,
+    check_gate,
+    check_rows_contiguous,
+)
+from kdagen.spec import Problem, Spec
 
 _MEMO = dispatch.memo("kda_gate")
 _CHOICES = dispatch.memo("kda_gate choices")
@@ -78,8 +88,12 @@ def kda_gate(
 
 
 def _wants_gradient(g, A_log, dt_bias, beta) -> bool:
-    return (g.requires_grad or (A_log is not None and A_log.requires_grad)
-            or (dt_bias is not None and dt_bias.requires_grad) or (beta is not None and beta.requires_grad))
+    try:
+        return (g.requires_grad or (A_log is not None and A_log.requires_grad)
+                or (dt_bias is not None and dt_bias.requires_grad) or (beta is not None and beta.requires_grad))
+    except AttributeError:
+        check_tensors(("g", "A_log", "dt_bias", "beta"), (g, A_log, dt_bias, beta))
+        raise
 
 
 class _Differentiable(torch.autograd.Function):
@@ -108,14 +122,19 @@ class _Differentiable(torch.autograd.Function):
 
 def _run(g, A_log, dt_bias, out, beta, strength, cu_seqlens, chunk_indices, lower_bound, chunk_size, neg_eigval, checked):
     """The op itself: writes out and, unless beta is None, strength."""
-    key = (
-        g.shape, g.stride(), g.dtype, g.get_device(), out.shape, out.stride(), out.dtype, out.get_device(),
-        *((None,) if A_log is None else (A_log.shape, A_log.stride(), A_log.dtype, A_log.get_device())),
-        *((None,) if dt_bias is None else (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.get_device())),
-        *((None,) if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.get_device())),
-        *((None,) if not chunk_size or cu_seqlens is None else (_table(cu_seqlens), _table(chunk_indices))),
-        lower_bound, chunk_size, neg_eigval,
-    )
+    try:
+        key = (
+            g.shape, g.stride(), g.dtype, g.get_device(), out.shape, out.stride(), out.dtype, out.get_device(),
+            *((None,) if A_log is None else (A_log.shape, A_log.stride(), A_log.dtype, A_log.get_device())),
+            *((None,) if dt_bias is None else (dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.get_device())),
+            *((None,) if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.get_device())),
+            *((None,) if not chunk_size or cu_seqlens is None else (_table(cu_seqlens), _table(chunk_indices))),
+            lower_bound, chunk_size, neg_eigval,
+        )
+    except AttributeError:
+        check_tensors(("g", "out", "A_log", "dt_bias", "beta", "cu_seqlens", "chunk_indices"),
+                      (g, out, A_log, dt_bias, beta, cu_seqlens, chunk_indices))
+        raise
     plan = _MEMO.get(key)
     known = plan is not None and g.is_cuda
     if not known:
@@ -166,9 +185,10 @@ def _plan(g, out, beta, chunk_indices, lower_bound, chunk_size) -> tuple:
 def _check(g, A_log, dt_bias, out, beta, cu_seqlens, chunk_indices, lower_bound, chunk_size) -> None:
     check_dtype("g", g, *FLOATS)
     if g.dim() != 4:
-        check_shape("g", g, None, None, None, None)
+        check_shape("g", g, "B", "T", "HV", "K")
     B, T, HV, K = g.shape
     check_rows_contiguous("g", g)
+    check_within("g", K, MAX_K, "K")
     check_gate(A_log, dt_bias, lower_bound, HV, K, g.device)
     if beta is not None:
         check_float("beta", beta, g.device, B, T, HV)
@@ -178,8 +198,7 @@ def _check(g, A_log, dt_bias, out, beta, cu_seqlens, chunk_indices, lower_bound,
     check_rows_contiguous("out", out)
     if not chunk_size:
         return
-    if chunk_size not in CHUNKS:
-        refuse("chunk_size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}, or None for the decay itself")
+    check_chunk_size(chunk_size, ", or None for the decay itself")
     if (cu_seqlens is None) != (chunk_indices is None):
         refuse("chunk_indices" if cu_seqlens is not None else "cu_seqlens", "None beside the other",
                "both cu_seqlens and chunk_indices, or neither",
@@ -188,7 +207,7 @@ def _check(g, A_log, dt_bias, out, beta, cu_seqlens, chunk_indices, lower_bound,
         check_boundaries(cu_seqlens, B, T, g.device, values=True)
         check_dtype("chunk_indices", chunk_indices, *INTEGERS)
         check_device("chunk_indices", chunk_indices, g.device)
-        check_shape("chunk_indices", chunk_indices, None, 2)
+        check_shape("chunk_indices", chunk_indices, "NT", 2)
         if not chunk_indices.is_contiguous():
             refuse("chunk_indices", f"strides {tuple(chunk_indices.stride())}", "a contiguous tensor",
                    "Pass chunk_indices.contiguous().")

@@ -13,7 +13,7 @@ import torch
 
 from kdagen.errors import ArgumentTypeError, refuse
 from kdagen.ops import _mail
-from kdagen.ops._common import register
+from kdagen.ops._common import check_tensors, register
 from kdagen.ops._tables import bounded_sizes, exact_sizes, plan, write
 from kdagen.ops._tables_source import StepTables
 
@@ -108,7 +108,9 @@ def _check_boundaries(name: str, boundaries: torch.Tensor) -> None:
         refuse(name, f"stride {boundaries.stride(0)}", "a contiguous tensor", f"Call {name}.contiguous().")
 
 
-def _check_host(name: str, host: torch.Tensor, like: torch.Tensor | None = None) -> None:
+def check_host(name: str, host: torch.Tensor, like: torch.Tensor | None = None) -> None:
+    """Refuse what is not the host's boundaries, of ``like``'s shape."""
+    check_tensors((name,), (host,), "a torch.Tensor on the CPU")
     if not host.is_cpu:
         refuse(name, f"a tensor on {host.device}", "one on the CPU",
                "Keep the host's copy of the boundaries; a copy from the device would wait for it.", kind=ArgumentTypeError)
@@ -118,11 +120,15 @@ def _check_host(name: str, host: torch.Tensor, like: torch.Tensor | None = None)
 
 
 def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor, entries: int) -> None:
-    if not (cu_seqlens.dtype in _INTEGERS and cu_seqlens_cpu.dtype in _INTEGERS and cu_seqlens.dim() == 1
-            and cu_seqlens_cpu.dim() == 1 and cu_seqlens_cpu.numel() == entries > 0 and cu_seqlens_cpu.is_cpu
-            and cu_seqlens.is_contiguous() and cu_seqlens_cpu.is_contiguous()):
+    try:
+        fitting = (cu_seqlens.dtype in _INTEGERS and cu_seqlens_cpu.dtype in _INTEGERS and cu_seqlens.dim() == 1
+                   and cu_seqlens_cpu.dim() == 1 and cu_seqlens_cpu.numel() == entries > 0 and cu_seqlens_cpu.is_cpu
+                   and cu_seqlens.is_contiguous() and cu_seqlens_cpu.is_contiguous())
+    except AttributeError:  # the host's copy is no tensor
+        fitting = False
+    if not fitting:
         _check_boundaries("cu_seqlens", cu_seqlens)
-        _check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
+        check_host("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens)
 
 
 # ---- implementations and fakes; ``apart`` is True under torch.compile
@@ -145,7 +151,11 @@ def _flat(made: StepTables) -> list[torch.Tensor]:
 
 
 def _prepare(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool, apart: bool) -> StepTables:
-    n_seqs = cu_seqlens.numel() - 1
+    try:
+        n_seqs = cu_seqlens.numel() - 1
+    except AttributeError:
+        check_tensors(("cu_seqlens",), (cu_seqlens,))
+        raise
     if checked:
         _check_both(cu_seqlens, cu_seqlens_cpu, n_seqs + 1)
     planned = plan(chunk_size or 0)
@@ -159,9 +169,13 @@ def _prepare_fake(cu_seqlens, cu_seqlens_cpu, chunk_size: int, checked: bool):
 
 
 def _conv(query_start_loc_cpu, block_m: int, device: torch.device, checked: bool, apart: bool) -> StepTables:
-    n_seqs = query_start_loc_cpu.numel() - 1
+    try:
+        n_seqs = query_start_loc_cpu.numel() - 1
+    except AttributeError:
+        check_tensors(("query_start_loc_cpu",), (query_start_loc_cpu,), "a torch.Tensor on the CPU")
+        raise
     if checked:
-        _check_host("query_start_loc_cpu", query_start_loc_cpu)
+        check_host("query_start_loc_cpu", query_start_loc_cpu)
     planned = plan(None, block_m)
     sizes = exact_sizes("query_start_loc_cpu", query_start_loc_cpu, n_seqs, planned, checked)
     if device.type == "cpu":
@@ -188,8 +202,15 @@ def _step(
     if (cu_seqlens_cpu is None) == (tokens is None):
         refuse("tokens", f"{tokens} with cu_seqlens_cpu {'absent' if cu_seqlens_cpu is None else 'given'}",
                "either cu_seqlens_cpu (exact sizes) or tokens (bounded sizes)")
-    planned = plan(chunk_size or 0, *blocks)
-    n_seqs = cu_seqlens.numel() - 1
+    try:
+        planned = plan(chunk_size or 0, *blocks)
+        n_seqs = cu_seqlens.numel() - 1
+    except TypeError:  # not to be unpacked, or not to be hashed
+        plan(chunk_size if isinstance(chunk_size, int) else repr(chunk_size))
+        refuse("blocks", repr(blocks), "a sequence of block sizes, such as (8,)", kind=ArgumentTypeError)
+    except AttributeError:
+        check_tensors(("cu_seqlens",), (cu_seqlens,))
+        raise
     if tokens is None:
         if checked:
             _check_both(cu_seqlens, cu_seqlens_cpu, n_seqs + 1)

@@ -9,12 +9,16 @@ import torch
 from kdagen import dispatch
 from kdagen import reference as oracle
 from kdagen.errors import refuse
+from kdagen.families.rmsnorm import MAX_V
 from kdagen.ops._common import (
     DTYPE_NAMES,
     FLOATS,
     MEMO_ENTRIES,
     check_dtype,
     check_interpretable,
+    check_number,
+    check_tensors,
+    check_within,
     on_device,
     register,
     runs_kernels,
@@ -47,27 +51,31 @@ def gated_rmsnorm(
     if out is None:
         out = torch.empty(o.shape, dtype=o.dtype, device=o.device)
     run = _OP if torch.compiler.is_compiling() else _run
-    run(o, z, weight, out, float(eps), checked)
+    run(o, z, weight, out, eps, checked)
     return out
 
 
 def _run(o, z, weight, out, eps, checked):
     """The op itself: writes out."""
-    key = (o.shape, o.stride(), o.dtype, o.get_device(), z.shape, z.stride(), z.dtype, z.get_device(), out.shape,
-           out.stride(), out.dtype, out.get_device(), weight.shape, weight.stride(), weight.dtype, weight.get_device())
+    try:
+        key = (o.shape, o.stride(), o.dtype, o.get_device(), z.shape, z.stride(), z.dtype, z.get_device(), out.shape,
+               out.stride(), out.dtype, out.get_device(), weight.shape, weight.stride(), weight.dtype, weight.get_device())
+    except AttributeError:
+        check_tensors(("o", "z", "weight", "out"), (o, z, weight, out))
+        raise
     plan = _MEMO.get(key)
     if plan is None or not o.is_cuda:
         if checked:
+            check_number("eps", eps)
             _check(o, z, weight, out)
         if not runs_kernels(o):
-            out.copy_(oracle.gated_rmsnorm(o, z, weight, eps))
-            return
+            return _cpu(o, z, weight, out, eps)
         if len(_MEMO) >= MEMO_ENTRIES:
             _MEMO.clear()
         plan = _MEMO[key] = _plan(o, z, out)
     launch, options = plan
     with on_device(o):
-        launch(o, z, weight, out, eps, **options)
+        launch(o, z, weight, out, float(eps), **options)
 
 
 def _plan(o: torch.Tensor, z: torch.Tensor, out: torch.Tensor) -> tuple:
@@ -115,6 +123,13 @@ def _check(o, z, weight, out) -> None:
     check_vector("weight", weight, o.device, o.shape[-1], *FLOATS)
     for name, tensor in (("o", o), ("z", z), ("out", out)):
         check_rows_contiguous(name, tensor)
+    check_within("o", o.shape[-1], MAX_V, "V")
+
+
+@torch.no_grad()
+def _cpu(o, z, weight, out, eps) -> None:
+    """The CPU path: the oracle in fp64, rounded into out."""
+    out.copy_(oracle.gated_rmsnorm(o, z, weight, eps))
 
 
 _OP = register(

@@ -7,38 +7,30 @@ import os
 import torch
 
 from kdagen import dispatch
-from kdagen import reference as oracle
-from kdagen.errors import ArgumentTypeError, refuse
-from kdagen.families.prefill_prepare import LOWEST_BOUND
+from kdagen.errors import refuse
 from kdagen.ops import prefill_plan as planning
 from kdagen.ops._common import (
     MEMO_ENTRIES,
     check_device,
-    check_dtype,
     check_interpretable,
     check_shape,
+    check_tensors,
     layouts,
     on_device,
     register,
     runs_kernels,
 )
-from kdagen.ops._decode_checks import (
-    INTEGERS,
-    check_boundaries,
-    check_flags,
-    check_gate,
-    check_qkv,
-    check_rows_contiguous,
-    check_states,
-    check_vector,
-)
+from kdagen.ops._decode_checks import check_flags
+from kdagen.ops._prefill_checks import check, check_ends, check_host_lengths, refuse_tables
+from kdagen.ops._prefill_cpu import run_oracle
 from kdagen.ops.metadata import StepTables, step_tables
-from kdagen.reference.gate import boundaries
-from kdagen.spec import CHUNKS, Problem
+from kdagen.spec import Problem
 
 BATCH_INVARIANT = os.environ.get("KDAGEN_BATCH_INVARIANT", "0") == "1"  # the default of chunk_kda's batch_invariant
 
 _MEMO = dispatch.memo("chunk_kda")
+_TENSORS = ("q", "k", "v", "g", "beta", "out", "initial_state", "final_state", "state_pool", "read_slots", "write_slots",
+            "has_initial_state", "checkpoint_offsets", "checkpoint_slots", "cu_seqlens", "A_log", "dt_bias")
 
 
 def chunk_kda(
@@ -92,7 +84,8 @@ def chunk_kda(
     waits for the device: sizes come from ``cu_seqlens_cpu``, the host's copy, or from ``tables``, a step's
     ``step_tables(..., chunk_size=chunk_size, rows=True)``; with neither, a bound serves, and the call can be captured in a
     CUDA graph and replayed with other boundaries (as it can with tables in bounded mode). Tokens of no sequence: o is left
-    as it is. The host's copy is checked in each call, from 0 to T; boundaries on a GPU are clamped to 0..T in the kernels.
+    as it is. The host's copy is checked in each call (beside tables: that it goes from 0 to T); boundaries on a GPU are
+    clamped to 0..T in the kernels.
     A sequence alone starts at 0 (on sm90 its tokens are read from there on, whatever a GPU's boundaries say).
 
     States [N, HV, V, K] (``state_v_first``), else [N, HV, K, V]; fp32 inside the kernel. ``initial_state`` (fp32, bf16,
@@ -104,7 +97,7 @@ def chunk_kda(
     ``checkpoint_slots`` [N] or [N, P]: the state after that many tokens of the sequence (a multiple of chunk_size, ascending
     in a row; others are passed over) also goes to that slot. A slot that is negative, ``pad_slot`` or past the pool is
     padding: never read, never written. A sequence whose read slot (without read_slots, its write slot) is padding has zero
-    output.
+    output, and with ``output_final_state`` a final state of zeros.
 
     ``batch_invariant`` (default: KDAGEN_BATCH_INVARIANT=1 in the environment at import): a sequence's results are the same
     bits whatever else is in the batch, and however many heads there are. ``max_workspace``: bytes for the intermediates,
@@ -114,21 +107,14 @@ def chunk_kda(
     Raises ArgumentError (a ValueError), ArgumentTypeError (a TypeError) or Unsupported. Not differentiable. Formula:
     arXiv 2510.26692.
     """
-    for name, tensor in (("q", q), ("v", v)):
-        if tensor.dim() != 4:
-            check_shape(name, tensor, None, None, None, None)
+    if q.dim() != 4 or v.dim() != 4:
+        check_shape("q", q, "B", "T", "H", "K")
+        check_shape("v", v, "B", "T", "HV", "V")
     if checked:
         check_flags(A_log, dt_bias, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if out is None:
         out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    final_state = None
-    if output_final_state:
-        if write_slots is not None:
-            refuse("output_final_state", True, "False beside write_slots", "The final states go to the pool's slots.")
-        N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
-        inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        final_state = torch.empty((N, v.shape[-2], *inner), dtype=torch.float32, device=q.device)
-    longest, chunk_offsets, chunk_rows = -1, None, None
+    N, longest, chunk_offsets, chunk_rows = q.shape[0], -1, None, None
     if cu_seqlens is None:
         if tables is not None or cu_seqlens_cpu is not None:
             refuse("tables" if tables is not None else "cu_seqlens_cpu", "a value without cu_seqlens",
@@ -136,26 +122,35 @@ def chunk_kda(
     else:
         if checked:
             check_device("cu_seqlens", cu_seqlens, q.device)
+        N = cu_seqlens.shape[0] - 1
         if tables is None:
-            bound = q.shape[0] * q.shape[1] if cu_seqlens_cpu is None else None
             if runs_kernels(q):
+                bound = q.shape[0] * q.shape[1] if cu_seqlens_cpu is None else None
                 tables = step_tables(cu_seqlens, cu_seqlens_cpu, chunk_size=chunk_size, tokens=bound, rows=True,
                                      checked=checked)
+            elif checked and cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
+                check_host_lengths(cu_seqlens_cpu, cu_seqlens)
         if tables is not None:
-            if tables.chunk_rows is None:
-                refuse("tables", "StepTables without chunk_rows", "step_tables(..., rows=True)")
-            if tables.chunk_size != chunk_size or tables.chunk_offsets.shape[0] != cu_seqlens.shape[0]:
-                refuse("tables", f"those of {tables.chunk_offsets.shape[0] - 1} sequences in chunks of {tables.chunk_size}",
-                       f"those of this call's {cu_seqlens.shape[0] - 1} sequences in chunks of {chunk_size}",
-                       "Call step_tables(cu_seqlens, ..., chunk_size=chunk_size, rows=True).")
-            chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
+            try:
+                chunk_offsets, chunk_rows = tables.chunk_offsets, tables.chunk_rows
+                fitting = chunk_rows is not None and tables.chunk_size == chunk_size and chunk_offsets.shape[0] == N + 1
+            except AttributeError:
+                fitting = False
+            if not fitting:
+                refuse_tables(tables, N, chunk_size)
         if checked and cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
-            _check_ends(cu_seqlens_cpu, q.shape[1])
-        if cu_seqlens.shape[0] == 2:
+            check_ends(cu_seqlens_cpu, cu_seqlens, q.shape[1])
+        if N == 1:
             longest = q.shape[1]
-        elif (cu_seqlens_cpu is not None and (cu_seqlens.shape[0] - 1) * v.shape[-2] <= planning.SEGMENT_HEADS
-              and not torch.compiler.is_compiling()):
-            longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens.shape[0] > 1 else 0
+        elif cu_seqlens_cpu is not None and N * v.shape[-2] <= planning.SEGMENT_HEADS and not torch.compiler.is_compiling():
+            longest = int(cu_seqlens_cpu.diff().max()) if N > 0 else 0
+    final_state = None
+    if output_final_state:
+        if write_slots is not None:
+            refuse("output_final_state", True, "False beside write_slots", "The final states go to the pool's slots.")
+        inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+        make = torch.empty if read_slots is None else torch.zeros  # the kernels do not write a padded row's
+        final_state = make((max(N, 0), v.shape[-2], *inner), dtype=torch.float32, device=q.device)
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     arguments = (
@@ -167,39 +162,34 @@ def chunk_kda(
     if torch.compiler.is_compiling():
         _OP(*arguments)
     else:
-        _run(*arguments)
+        _run(*arguments, cu_seqlens_cpu)
     return out, final_state
-
-
-def _check_ends(cu_seqlens_cpu: torch.Tensor, tokens: int) -> None:
-    """Refuse host boundaries that are not those of the tokens there are; the device's copy the kernels clamp to them."""
-    edges = cu_seqlens_cpu.numpy()
-    if edges.size and (edges[0] != 0 or edges[-1] != tokens):
-        refuse("cu_seqlens_cpu", f"boundaries from {edges[0]} to {edges[-1]}",
-               f"boundaries that start at 0, never decrease, and end at T = {tokens}")
 
 
 def _run(
     q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
     ckpt_offsets, ckpt_slots, cu_seqlens, chunk_offsets, chunk_rows, scale, lower_bound, pad_slot, chunk, longest,
-    max_workspace, raw_gate, l2norm, sigmoid_beta, neg_eigval, v_first, batch_invariant, checked,
+    max_workspace, raw_gate, l2norm, sigmoid_beta, neg_eigval, v_first, batch_invariant, checked, host=None,
 ) -> None:
     """The op itself: writes out, final_state, and slots of state_pool."""
-    key = (
-        layouts((q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
-                 ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias)),
-        lower_bound, chunk, raw_gate, v_first, batch_invariant,
-    )
+    tensors = (q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
+               ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias)
+    try:
+        key = layouts(tensors), lower_bound, chunk, raw_gate, v_first, batch_invariant
+    except AttributeError:
+        check_tensors(_TENSORS, tensors)
+        raise
     kernels = _MEMO.get(key)
     B, T, H, K = q.shape
     HV, V = v.shape[-2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if kernels is None or not q.is_cuda:
         if checked:
-            _check(q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
-                   has_initial, ckpt_offsets, ckpt_slots, cu_seqlens, lower_bound, pad_slot, chunk, raw_gate, v_first, N)
+            check(q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
+                  has_initial, ckpt_offsets, ckpt_slots, cu_seqlens, host, scale, lower_bound, pad_slot, chunk,
+                  max_workspace, raw_gate, v_first, N)
         if not runs_kernels(q):
-            return _run_oracle(
+            return run_oracle(
                 q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots,
                 has_initial, ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm,
                 sigmoid_beta, neg_eigval, v_first)
@@ -226,111 +216,6 @@ def _run(
             state_pool if write_slots is not None else final_state, write_slots,
             ckpt_offsets, ckpt_slots, None if ckpt_offsets is None else state_pool, pad_slot, N, H, HV, v_first,
             batch_invariant, planning.DEFAULT_WORKSPACE if max_workspace is None else max_workspace, kernels))
-
-
-def _check(
-    q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
-    ckpt_offsets, ckpt_slots, cu_seqlens, lower_bound, pad_slot, chunk, raw_gate, v_first, N,
-) -> None:
-    B, T, _, K, HV, V = check_qkv(q, k, v, g, beta)
-    if chunk not in CHUNKS:
-        refuse("chunk_size", chunk, f"one of {', '.join(map(str, CHUNKS))}")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("out", out)):
-        if B > 1 and T > 0 and tensor.stride(0) != T * tensor.stride(1):
-            refuse(name, f"strides {tuple(tensor.stride())} of shape {list(tensor.shape)}",
-                   f"a batch stride of T = {T} times the token stride {tensor.stride(1)}",
-                   f"Pass {name}.contiguous(), or the sequences packed with cu_seqlens.")
-    if B * T >= 1 << 31:
-        refuse("q", f"{B * T} tokens", "fewer than 2^31 tokens")
-    if raw_gate:
-        check_gate(A_log, dt_bias, lower_bound, HV, K, q.device)
-        if lower_bound is not None and lower_bound < LOWEST_BOUND:
-            refuse("lower_bound", lower_bound, f"a number in [{LOWEST_BOUND}, 0)",
-                   "For steeper gates pass the log decay itself, with use_gate_in_kernel=False.")
-    check_shape("out", out, B, T, HV, V)
-    check_dtype("out", out, q.dtype)
-    check_device("out", out, q.device)
-    check_rows_contiguous("out", out)
-    if cu_seqlens is not None:
-        check_boundaries(cu_seqlens, B, T, q.device, values=not runs_kernels(q) or not q.is_cuda)
-    inner = (HV, V, K) if v_first else (HV, K, V)
-    if initial_state is not None:
-        check_states("initial_state", initial_state, q.device, N, *inner)
-        if read_slots is not None:
-            refuse("initial_state", "a tensor beside read_slots", "None", "The pool's slots hold the initial states.")
-    slots = {"read_slots": read_slots, "write_slots": write_slots, "checkpoint_slots": ckpt_slots}
-    if state_pool is None:
-        for name, tensor in slots.items():
-            if tensor is not None:
-                refuse("state_pool", f"None beside {name}", "a pool of states [slots, ...]")
-    else:
-        check_states("state_pool", state_pool, q.device, None, *inner)
-        if all(tensor is None for tensor in slots.values()):
-            refuse("state_pool", "a tensor without slots", "read_slots, write_slots or checkpoint_slots beside it")
-    for name in ("read_slots", "write_slots"):
-        if slots[name] is not None:
-            check_shape(name, slots[name], N)
-            check_dtype(name, slots[name], *INTEGERS)
-            check_device(name, slots[name], q.device)
-    check_vector("has_initial_state", has_initial, q.device, N, torch.bool)
-    if (ckpt_offsets is None) != (ckpt_slots is None):
-        refuse("checkpoint_offsets", "one of the two", "checkpoint_offsets and checkpoint_slots, or neither")
-    if ckpt_offsets is not None:
-        if ckpt_offsets.dim() not in (1, 2) or ckpt_offsets.shape[0] != N or ckpt_offsets.shape != ckpt_slots.shape:
-            refuse("checkpoint_offsets", 
-                   f"shape {list(ckpt_offsets.shape)} beside checkpoint_slots {list(ckpt_slots.shape)}",
-                   f"shape [{N}] or [{N}, P], both the same")
-        for name, tensor in (("checkpoint_offsets", ckpt_offsets), ("checkpoint_slots", ckpt_slots)):
-            check_dtype(name, tensor, *INTEGERS)
-            check_device(name, tensor, q.device)
-            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-                refuse(name, f"strides {tuple(tensor.stride())}", "rows with stride 1", f"Pass {name}.contiguous().")
-    if not isinstance(pad_slot, int):
-        refuse("pad_slot", repr(pad_slot), "an int", kind=ArgumentTypeError)
-
-
-def _run_oracle(
-    q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
-    ckpt_offsets, ckpt_slots, cu_seqlens, scale, lower_bound, pad_slot, chunk, raw_gate, l2norm, sigmoid_beta, neg_eigval,
-    v_first,
-) -> None:
-    """The CPU path: the chunk form of the oracle in fp32, with the slots read and written around it."""
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    spans = boundaries(cu_seqlens, q.shape[0], q.shape[1])
-    is_padding = lambda slot: slot < 0 or slot == pad_slot or slot >= len(state_pool)
-    listed = lambda slots: None if slots is None else slots.tolist()
-    read, write = listed(read_slots), listed(write_slots)
-    padding = [is_padding(slot) for slot in (read or write or [])] or [False] * N
-    inner = (v.shape[2], v.shape[3], q.shape[3]) if v_first else (v.shape[2], q.shape[3], v.shape[3])
-    start = torch.zeros((N, *inner), dtype=torch.float32)
-    for n in range(N):
-        if padding[n] or (has_initial is not None and not has_initial[n]):
-            continue
-        if read is not None:
-            start[n] = state_pool[read[n]]
-        elif initial_state is not None:
-            start[n] = initial_state[n]
-    o, final, inner_states = oracle.chunk_kda(
-        q, k, v, g, beta, chunk_size=chunk, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
-        initial_state=start, output_final_state=True, cu_seqlens=cu_seqlens, use_gate_in_kernel=raw_gate,
-        use_qk_l2norm_in_kernel=l2norm, use_beta_sigmoid_in_kernel=sigmoid_beta, allow_neg_eigval=neg_eigval,
-        state_v_first=v_first, dtype=torch.float32, output_checkpoints=True)
-    at = 0
-    for n, (row, first, last) in enumerate(spans):
-        chunks = -(-(last - first) // chunk)
-        out[row, first:last] = 0 if padding[n] else o[row, first:last].to(out.dtype)
-        if not padding[n]:
-            if write is not None and not is_padding(write[n]):
-                state_pool[write[n]] = final[n].to(state_pool.dtype)
-            if ckpt_offsets is not None:
-                before = 0
-                for offset, slot in zip(ckpt_offsets[n].reshape(-1).tolist(), ckpt_slots[n].reshape(-1).tolist()):
-                    if offset % chunk == 0 and before < offset <= last - first and not is_padding(slot):
-                        state_pool[slot] = inner_states[at + offset // chunk].to(state_pool.dtype)
-                        before = offset
-        at += chunks + 1
-    if final_state is not None:
-        final_state.copy_(final)
 
 
 def _fake(*arguments) -> None:
