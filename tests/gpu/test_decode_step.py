@@ -13,9 +13,9 @@ from kdagen.ops.decode_step import kda_decode_step
 
 pytestmark = pytest.mark.gpu
 
-# Output: its last rounding alone, 1.7e-3 of the norm in bf16 (more where few elements carry it: at most 2^-8 of any); 2e-4 in
-# fp16, at most 4.9e-4; in fp32 the approximate exp2, reciprocals and square roots of sm90, each good to 2 ulp. States stay fp32: 1e-7 to
-# 6e-7 is usual.
+# Output: its last rounding alone, 1.7e-3 of the norm in bf16 (more where few elements carry it: at most 2^-8 of any); 2e-4
+# in fp16, at most 4.9e-4; in fp32 the approximate exp2, reciprocals and square roots of sm90, each good to 2 ulp. States
+# stay fp32: 1e-7 to 6e-7 is usual.
 OUTPUT = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 2.5e-3}
 STATE = 2e-6
 CONV, POOL, TABLE = 4, 6, 7  # positions in the list of tensors
