@@ -204,16 +204,33 @@ def test_rows_own_their_slots_without_indices(rng):
     close(state, final)
 
 
-def test_indices_without_changing_the_pool(rng):
-    *inputs, _ = make(rng, B=2, T=4)
-    pool = torch.randn(5, 2, 8, 16, generator=rng)
-    before = pool.clone()
-    o, final = fla.fused_recurrent_kda_fwd(*inputs, initial_state=pool, ssm_state_indices=torch.tensor([3, -1]),
-                                           inplace_final_state=False, output_final_state=True)
-    want, states = oracle(*inputs, initial_state=torch.stack([before[3], torch.zeros_like(before[0])]))
-    close(o, want)
-    close(final, states)
-    assert torch.equal(pool, before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padding", [-1, 5], ids=["negative", "past the pool"])
+def test_indices_without_changing_the_pool(rng, padding, packed, dtype):
+    """As in place: padding is not read (a NaN in slot 0 or elsewhere does not matter), its output and its state are zero."""
+    *inputs, _ = make(rng, B=3, T=4)
+    pool = torch.randn(5, 2, 8, 16, generator=rng).to(dtype)
+    pool[0] = pool[4] = float("nan")
+    before, slots = pool.clone(), torch.tensor([2, padding, 3])
+    want, states = oracle(*inputs, initial_state=torch.stack([before[2], torch.zeros_like(before[0]), before[3]]).float())
+    want[1], states[1] = 0, 0
+    options = {}
+    if packed:
+        inputs, want = [x.flatten(0, 1)[None] for x in inputs], want.flatten(0, 1)[None]
+        options["cu_seqlens"] = torch.tensor([0, 4, 8, 12])
+    for table in (slots, torch.stack([slots, slots + 1], 1)):
+        o, final = fla.fused_recurrent_kda_fwd(*inputs, initial_state=pool, ssm_state_indices=table,
+                                               inplace_final_state=False, output_final_state=True, **options)
+        close(o, want)
+        close(final, states)
+        assert final.dtype == torch.float32
+    assert fla.fused_recurrent_kda_fwd(*inputs, initial_state=pool, ssm_state_indices=slots, inplace_final_state=False,
+                                       **options)[1] is None
+    torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+    if not packed:
+        placed, _ = fla.fused_recurrent_kda_fwd(*inputs, initial_state=pool, ssm_state_indices=slots)
+        close(placed, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,6 +261,12 @@ def test_errors_are_of_the_package_s_types_and_ours(rng):
         (ValueError, "allow_neg_eigval", lambda: fla.chunk_kda(q, k, v, g, beta, allow_neg_eigval=True)),
         (ValueError, "allow_neg_eigval", lambda: fla.fused_recurrent_kda(q, k, v, g, beta, allow_neg_eigval=True)),
         (AssertionError, "k: got shape", lambda: fla.chunk_kda(q, k[..., :4], v, g, beta)),
+        (AssertionError, r"q: got shape \[2, 40, 8\], expected \[B, T, H, K\]", lambda: fla.chunk_kda(
+            q[:, :, 0], k, v, g, beta)),
+        (AssertionError, r"v: got shape \[2, 40, 16\], expected \[B, T, HV, V\]", lambda: fla.chunk_kda(
+            q, k, v[:, :, 0], g, beta)),
+        (AssertionError, "initial_state: got None beside ssm_state_indices", lambda: fla.fused_recurrent_kda_fwd(
+            q, k, v, g, beta, ssm_state_indices=torch.tensor([0, 1]), inplace_final_state=False)),
         (AssertionError, "multiple", lambda: fla.chunk_kda(q, k, v[:, :, :1], g[:, :, :1], beta[:, :, :1])),
         (AssertionError, "g: got shape", lambda: fla.chunk_kda(q, k, v, g[..., 0], beta)),
         (AssertionError, "beta: got shape", lambda: fla.chunk_kda(q, k, v, g, beta[..., None])),

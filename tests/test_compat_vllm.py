@@ -62,6 +62,20 @@ def test_schedule_refusals():
         vllm.compute_causal_conv1d_metadata(torch.tensor([0, 5, 3], dtype=torch.int32), device=torch.device("cpu"))
     with pytest.raises(ArgumentTypeError, match="host copy"):
         vllm.compute_causal_conv1d_metadata(torch.empty(3, dtype=torch.int32, device="meta"), device=torch.device("cpu"))
+    with pytest.raises(ArgumentTypeError, match=r"query_start_loc_p_cpu: got torch.float32, expected torch.int32"):
+        vllm.compute_causal_conv1d_metadata(torch.tensor([0.0, 3.0]), device=torch.device("cpu"))
+
+
+def test_channels_that_are_not_side_by_side(rng):
+    """The words are about what came, not about its transpose, which the op sees."""
+    x, weight, starts = torch.randn(12, 7, generator=rng), torch.randn(12, 4), torch.tensor([0, 7], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match=r"^x: got strides \(7, 1\) .*Pass x.t\(\).contiguous\(\).t\(\)"):
+        vllm.causal_conv1d_fn(x, weight, None, pool_of(rng, 2, 12, 3), starts)
+    vllm.causal_conv1d_fn(x.t().contiguous().t(), weight, None, pool_of(rng, 2, 12, 3), starts)
+    with pytest.raises(ArgumentError, match=r"^conv_states: got strides \(36, 3, 1\)"):
+        vllm.causal_conv1d_fn(x.t().contiguous().t(), weight, None, torch.randn(2, 12, 3), starts)
+    with pytest.raises(ArgumentError, match=r"^conv_state: got strides \(36, 3, 1\)"):
+        vllm.causal_conv1d_update(torch.randn(2, 12), torch.randn(2, 12, 3), weight)
 
 
 class Metadata:

@@ -175,6 +175,26 @@ def test_padding_is_neither_read_nor_written_and_gives_zeros(rng, pad_slot, form
     assert torch.equal(mine[1][rest], tensors[CONV][rest]) and torch.equal(mine[2][rest], tensors[STATE][rest])
 
 
+@pytest.mark.parametrize("path", ["interpreter", "cpu"])
+@pytest.mark.parametrize("column", [0, 1], ids=["line", "accepted"])
+def test_a_row_half_of_padding_is_padding(rng, column, path, monkeypatch):
+    """The line is live and the state it starts from is not, or the other way round: neither pool is touched."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if path == "interpreter" else "0")
+    tensors, options = case(rng, N=3, k=2, slots=9)
+    tensors[TABLE][1, column] = -1
+    tensors[STATE][tensors[TABLE][1, 1 - column].long()] = float("nan")
+    options["num_accepted_tokens"] = torch.tensor([3, 2, 1])
+    mine, theirs = both(tensors, options)
+    assert torch.equal(mine[0][1], torch.zeros(1, 16)) and torch.equal(theirs[0][1].float(), mine[0][1])
+    for out in (mine, theirs):
+        for pool, at in ((out[1], CONV), (out[2], STATE)):
+            slots = [slot for slot in range(9) if slot not in tensors[TABLE][[0, 2], 0].tolist()]
+            torch.testing.assert_close(pool[slots], tensors[at][slots], rtol=0, atol=0, equal_nan=True)
+    live = tensors[TABLE][[0, 2], 0].long()
+    assert relative(mine[0], theirs[0]) < FP32 and relative(mine[2][live], theirs[2][live]) < FP32
+    assert torch.equal(mine[1], theirs[1])
+
+
 def test_slots_outside_either_pool_are_padding(rng):
     tensors, options = case(rng, N=3, slots=5)
     tensors[TABLE] = torch.tensor([9, 4, 1])

@@ -13,11 +13,11 @@ safe for any gate and reads its tables on the device; what the originals check a
 from __future__ import annotations
 
 import warnings
-from itertools import pairwise
 
 import torch
 
 from kdagen import reference
+from kdagen.compat._fla_states import IntermediateStates, rows_of
 from kdagen.errors import ArgumentError, KdagenError, refuse
 from kdagen.ops import decode, gate, prefill
 
@@ -96,7 +96,7 @@ def chunk_kda(
                     "`with torch.inference_mode():`.")
         if disable_recompute:
             _assert("disable_recompute: got True, expected False with return_intermediate_states=True.")
-        keep = _IntermediateStates(q, v, cu_seqlens, cu_seqlens_cpu, initial_state, chunk_size, state_v_first)
+        keep = IntermediateStates(q, v, cu_seqlens, cu_seqlens_cpu, initial_state, chunk_size, state_v_first)
     if use_gate_in_kernel and lower_bound is not None and lower_bound < -5:  # steeper than the fused bounded gate goes
         g, use_gate_in_kernel = fused_kda_gate(g, A_log, dt_bias, lower_bound), False
     if not use_gate_in_kernel:
@@ -168,8 +168,9 @@ def fused_recurrent_kda_fwd(
     """One serving step: (o, states). With ``inplace_final_state`` (the default) the pool ``initial_state`` changes in place.
 
     ssm_state_indices [N] or [N, 1+k] select its slots (row n's own slot n without them); num_accepted_tokens [N] the
-    column that a speculative row starts from, its token t leaving its state in column t. A negative index is padding:
-    not read, not written, output zero (the original reads and writes whatever lies before the pool).
+    column that a speculative row starts from, its token t leaving its state in column t. An index that is negative or past
+    the pool is padding: not read, not written, output zero (the original reads and writes whatever lies before the pool).
+    Without ``inplace_final_state`` the states are new ones, of the rows in order, and a padding row's is zero.
     """
     _check_beta(beta, v, allow_neg_eigval, use_beta_sigmoid_in_kernel)
     _check_no_grad(q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -195,9 +196,12 @@ def fused_recurrent_kda_fwd(
         if num_accepted_tokens is not None:
             raise CompatNotImplemented("num_accepted_tokens: got a tensor with inplace_final_state=False, expected None. "
                                        "Candidate states need a pool: inplace_final_state=True.")
-        rows = ssm_state_indices if ssm_state_indices.dim() == 1 else ssm_state_indices[:, 0]
-        live = rows >= 0
-        initial_state = initial_state.index_select(0, rows.clamp(min=0)) * live[:, None, None, None]
+        if initial_state is None:
+            _assert("initial_state: got None beside ssm_state_indices, expected the state pool that they select from. "
+                    "Leave ssm_state_indices out to start from zeros.")
+        states, rows = rows_of(initial_state, ssm_state_indices)
+        o, _ = decode.fused_recurrent_kda(q, k, v, g, beta, state_pool=states, state_indices=rows, **options)
+        return o, states if output_final_state else None
     return decode.fused_recurrent_kda(q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
                                    **options)
 
@@ -234,40 +238,6 @@ def naive_recurrent_kda(
     return o.to(v.dtype), state
 
 
-class _IntermediateStates:
-    """The states before every chunk: the initial one, and an export at every inner chunk boundary."""
-
-    def __init__(self, q, v, cu_seqlens, cu_seqlens_cpu, initial_state, chunk_size, state_v_first):
-        if cu_seqlens is not None and cu_seqlens_cpu is None:
-            refuse("cu_seqlens_cpu", None, "the host copy of cu_seqlens with return_intermediate_states=True",
-                   "The number of chunks is needed on the host; reading the device's would synchronise.")
-        batch, tokens = q.shape[:2]
-        edges = [tokens * i for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens_cpu.tolist()
-        self.batch = batch if cu_seqlens is None else 1
-        counts = [-(-(end - start) // chunk_size) for start, end in pairwise(edges)]
-        columns = max([*counts, 1])
-        inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        firsts, offsets, slots = [], [], []
-        for count in counts:
-            first = sum(counts[:len(firsts)])
-            firsts.append(first)
-            offsets.append([min(i + 1, max(count - 1, 0)) * chunk_size if i + 1 < count else 0 for i in range(columns)])
-            slots.append([first + i + 1 if i + 1 < count else -1 for i in range(columns)])
-        self.pool = torch.zeros(max(sum(counts), 1), v.shape[2], *inner, dtype=torch.float32, device=q.device)
-        to_device = lambda rows: torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
-        self.offsets, self.slots = to_device(offsets), to_device(slots)
-        if initial_state is not None:
-            rows = [n for n, count in enumerate(counts) if count]
-            self.pool[to_device([firsts[n] for n in rows]).long()] = initial_state[to_device(rows).long()]
-        self.total = sum(counts)
-
-    def arguments(self) -> dict:
-        return {"checkpoint_offsets": self.offsets, "checkpoint_slots": self.slots, "state_pool": self.pool}
-
-    def states(self) -> torch.Tensor:
-        return self.pool[:self.total].unflatten(0, (self.batch, -1)).to(torch.bfloat16)
-
-
 def _renamed_layout(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     if transpose_state_layout is None:
         return state_v_first
@@ -294,8 +264,11 @@ def _check_beta(beta: torch.Tensor, v: torch.Tensor, allow_neg_eigval: bool, sig
 
 
 def _check_shapes(q, k, v, g, beta) -> None:
-    B, T, H, K = q.shape
-    HV = v.shape[2]
+    try:
+        (B, T, H, K), (_, _, HV, _) = q.shape, v.shape
+    except ValueError:
+        name, tensor, shape = ("q", q, "[B, T, H, K]") if q.dim() != 4 else ("v", v, "[B, T, HV, V]")
+        _assert(f"{name}: got shape {list(tensor.shape)}, expected {shape}.")
     if k.shape != q.shape:
         _assert(f"k: got shape {list(k.shape)}, expected q's shape {list(q.shape)}.")
     if K > 256:

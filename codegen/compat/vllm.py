@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kdagen.errors import ArgumentTypeError, KdagenError, refuse
+from kdagen.errors import ArgumentError, ArgumentTypeError, KdagenError, refuse
 from kdagen.ops.conv import causal_conv1d
 from kdagen.ops.conv import causal_conv1d_update as _conv_update
 from kdagen.ops.metadata import build_conv1d_chunk_schedule, prepare_chunk_metadata_device
@@ -37,6 +37,9 @@ def compute_causal_conv1d_metadata(query_start_loc_p_cpu: torch.Tensor, *, devic
     if query_start_loc_p_cpu.device.type != "cpu":
         refuse("query_start_loc_p_cpu", f"a tensor on {query_start_loc_p_cpu.device}", "the host copy",
                kind=ArgumentTypeError)
+    if query_start_loc_p_cpu.dtype not in (torch.int32, torch.int64):
+        refuse("query_start_loc_p_cpu", str(query_start_loc_p_cpu.dtype), "torch.int32 or torch.int64",
+               "Convert it: query_start_loc_p_cpu.to(torch.int32).", kind=ArgumentTypeError)
     lens = np.diff(query_start_loc_p_cpu.numpy())
     if len(lens) and lens.min() < 0:
         refuse("query_start_loc_p_cpu", f"a length of {lens.min()}", "boundaries that never decrease")
@@ -108,11 +111,16 @@ def causal_conv1d_fn(
     block = next(iter(nums), None)
     schedule = None if block is None else {key: nums[block][key] for key in ("tot", "batch_ptr", "token_chunk_offset_ptr")}
     rows = x.to(conv_states.dtype).transpose(0, 1)
-    out = causal_conv1d(
-        rows, weight, bias=bias, activation=_silu(activation), cu_seqlens=query_start_loc, schedule=schedule, block_m=block,
-        conv_states=conv_states.transpose(1, 2), cache_indices=cache_indices,
-        has_initial_state=False if has_initial_state is None else has_initial_state,
-        pad_slot=_reserved(cache_indices, pad_slot_id, null_block_id))
+    try:
+        out = causal_conv1d(
+            rows, weight, bias=bias, activation=_silu(activation), cu_seqlens=query_start_loc, schedule=schedule,
+            block_m=block, conv_states=conv_states.transpose(1, 2), cache_indices=cache_indices,
+            has_initial_state=False if has_initial_state is None else has_initial_state,
+            pad_slot=_reserved(cache_indices, pad_slot_id, null_block_id))
+    except ArgumentError:
+        _refuse_channels_apart("x", x, 0, "x.t().contiguous().t()")
+        _refuse_channels_apart("conv_states", conv_states, 1, "a pool made as [lines, columns, dim], its axes swapped")
+        raise
     return out.transpose(0, 1).to(x.dtype)
 
 
@@ -144,12 +152,23 @@ def causal_conv1d_update(
     rows = x.to(conv_state.dtype)
     if query_start_loc is None and x.dim() == 3:
         rows = rows.transpose(1, 2).contiguous()  # channels of a token side by side, as the kernel reads them
-    y = _conv_update(
-        rows, conv_state.transpose(1, 2), weight, bias=bias, activation=_silu(activation), cache_indices=conv_state_indices,
-        num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc,
-        pad_slot=_reserved(conv_state_indices, pad_slot_id, null_block_id))
+    try:
+        y = _conv_update(
+            rows, conv_state.transpose(1, 2), weight, bias=bias, activation=_silu(activation),
+            cache_indices=conv_state_indices, num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc,
+            pad_slot=_reserved(conv_state_indices, pad_slot_id, null_block_id))
+    except ArgumentError:
+        _refuse_channels_apart("conv_state", conv_state, 1, "a pool made as [lines, columns, dim], its axes swapped")
+        raise
     y = (y.transpose(1, 2) if y.dim() == 3 else y).to(x.dtype)
     return y if out is None else out.copy_(y)
+
+
+def _refuse_channels_apart(name: str, tensor: torch.Tensor, axis: int, instead: str) -> None:
+    """Say of a tensor that came channels first what the op says of its transpose."""
+    if tensor.dim() == axis + 2 and tensor.shape[axis] > 1 and tensor.stride(axis) != 1:
+        refuse(name, f"strides {tuple(tensor.stride())} of shape {list(tensor.shape)}",
+               "channels (dim) with stride 1, as vLLM lays them out", f"Pass {instead}.")
 
 
 def _reserved(indices: torch.Tensor | None, pad_slot_id: int, null_block_id: int) -> int:
