@@ -224,7 +224,7 @@ def test_what_steps_share_is_waited_for_on_other_streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(builder_module, "_constants", OnDevice(8))
-    step = lambda rows: check(*build([3] * rows + [50, 9], [20] * (rows + 2), drafts=[2] * rows + [-1, -1], k=2), 2)
+    step = lambda rows: check(*build([3] * rows + [50, 9], [60] * (rows + 2), drafts=[2] * rows + [-1, -1], k=2), 2)
     for waits in range(3):
         step(4 + 10 * waits)
         assert [event.waits for event in events] == [waits, waits] and len(made) == 2, "of one size for both steps"
@@ -382,6 +382,14 @@ def test_checkpoints_that_cannot_be_had_are_refused(wish, words):
         KDAMetadataBuilder("cpu").build(batch)
 
 
+def test_a_checkpoint_of_a_decode_is_refused_with_or_without_prefills_beside_it():
+    for lens, words in (([1, 1], "row 0.*of which there is none"), ([1, 130], r"row 0.*one of \[1\]")):
+        batch = Batch.make(lens, [9, 130], random_table(2, 1), is_prefilling=[False, lens[1] > 1],
+                           checkpoints=[Checkpoint(0, 64, 3)])
+        with pytest.raises(ArgumentError, match=f"checkpoints: got {words}"):
+            KDAMetadataBuilder("cpu").build(batch)
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +407,8 @@ def test_refusals_name_the_field():
     refused(ArgumentTypeError, "query_start_loc_cpu.*int32", put("query_start_loc_cpu", np.array([0, 1, 4])))
     refused(ArgumentError, "num_actual_tokens", put("num_actual_tokens", 3))
     refused(ArgumentError, "seq_lens_cpu_upper_bound.*shape", put("seq_lens_cpu_upper_bound", np.array([1], np.int32)))
+    refused(ArgumentError, "seq_lens_cpu_upper_bound: got 2 for row 1, expected at least its 3 tokens",
+            put("seq_lens_cpu_upper_bound", np.array([5, 2], np.int32)))
     refused(ArgumentTypeError, "is_prefilling_cpu.*bool", put("is_prefilling_cpu", np.array([0, 1])))
     refused(ArgumentError, "seq_lens: .*shape", put("seq_lens", torch.ones(3, dtype=torch.int32)))
     refused(ArgumentTypeError, "block_table.*int32", put("block_table", torch.ones(2, 1)))
@@ -412,11 +422,17 @@ def test_refusals_name_the_field():
 def test_constructor_refusals():
     for options, words in (({"cache_mode": "some"}, "cache_mode"), ({"cache_mode": "align"}, "block_size"),
                            ({"num_spec": -1}, "num_spec"), ({"chunk_size": 48}, "chunk_size"),
-                           ({"conv_blocks": ()}, "conv_blocks")):
+                           ({"conv_blocks": ()}, "conv_blocks"), ({"conv_blocks": 8}, "conv_blocks: got 8"),
+                           ({"chunk_size": 64.0}, "chunk_size: got 64.0")):
         with pytest.raises(ArgumentError, match=words):
             KDAMetadataBuilder("cpu", **options)
     with pytest.raises(TypeError):
         KDAMetadataBuilder("cpu", spec=2)
+
+
+def test_a_ragged_table_is_refused():
+    with pytest.raises(ArgumentError, match=r"block_table: got rows of \[2, 1\] slots, expected rows of one length"):
+        Batch.make([1, 1], [3, 4], [[1, 2], [3]])
 
 
 def test_an_aligned_table_too_narrow_for_its_request_is_refused():

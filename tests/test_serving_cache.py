@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdagen.errors import ArgumentError
+from kdagen.errors import ArgumentError, ArgumentTypeError
 from kdagen.serving import CacheFull, KDACache
 
 
@@ -90,6 +90,28 @@ def test_refusals():
         make(1)
     with pytest.raises(ArgumentError, match="zero"):
         make(zero="sometimes")
+    for name in ("state_dtype", "conv_dtype"):
+        with pytest.raises(ArgumentTypeError, match=f"{name}: got torch.float64, expected torch.bfloat16 or"):
+            KDACache(6, 2, 4, 8, 5, **{name: torch.float64})
+
+
+@pytest.mark.parametrize("count", [-1, 1.5])
+def test_counts_that_are_none_are_refused(count):
+    with pytest.raises(ArgumentError, match=f"count: got {count}, expected a number of slots"):
+        make().allocate(count)
+
+
+@pytest.mark.parametrize("slot", [0, 6, 99, -1])
+def test_slots_that_nobody_may_copy_are_refused(slot):
+    cache = make()
+    kept, target = cache.allocate(2)
+    cache.remember("p", kept)
+    before = cache.recurrent.clone()
+    for call, name in ((lambda: cache.copy(slot, target), "source"), (lambda: cache.copy(target, slot), "target"),
+                       (lambda: cache.recall("p", slot), "target"), (lambda: cache.recall("unknown", slot), "target")):
+        with pytest.raises(ArgumentError, match=f"{name}: got {slot}, expected a slot, 1 to 5"):
+            call()
+    assert torch.equal(cache.recurrent, before)
 
 
 @settings(max_examples=50, deadline=None)

@@ -243,9 +243,10 @@ def test_sizes_of_the_models():
 
 
 @pytest.mark.parametrize("changes", [{"heads": 0}, {"hidden": 64.0}, {"gate_rank": None}, {"output_gate_rank": 0},
-                                     {"conv_width": 5}, {"lower_bound": 1.0}, {"lower_bound": -6.0}])
+                                     {"conv_width": 5}, {"lower_bound": 1.0}, {"lower_bound": -6.0}, {"lower_bound": "5"},
+                                     {"head_dim": 512}])
 def test_a_config_that_no_layer_has_is_refused(changes):
-    with pytest.raises(ArgumentError, match=f"{next(iter(changes))}: got"):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"{next(iter(changes))}: got"):
         dataclasses.replace(BOUNDED, **changes)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kdagen.errors import ArgumentError
 from kdagen.serving import KDAConfig, Request, reference
 from kdagen.serving.loop import PROMPTS, make_engine, make_requests, run_demo, tolerance
 
@@ -71,6 +72,13 @@ def test_kept_prefixes_are_reused():
     assert first.reused == 0 and second.reused == 32  # the last boundary of 16-token chunks inside the shared part
     for request in (first, second):
         assert engine.verify(request)[0] <= tolerance(engine.layer)
+
+
+def test_an_empty_prompt_is_refused():
+    engine = make_engine()
+    with pytest.raises(ArgumentError, match=r"prompt: got no tokens \(void\), expected a prompt of at least one token"):
+        engine.add(Request("void", [], 3))
+    assert not engine.busy
 
 
 def test_a_missing_output_is_not_overlooked():

@@ -57,6 +57,16 @@ def gluon_tile(rows: int, columns: int) -> str:
             "transposed=False, fp4_padded=False, cga_layout=[])>")
 
 
+def operand_bytes(spec: Spec, bk: int, target: Target) -> int:
+    """Shared memory of the portable form, at most: two tiles of the gate, or X beside X or a tile of k or v.
+
+    Compared with what Triton 3.6 allocates; on NVIDIA a tile of bk channels more.
+    """
+    size, wide = 4 if spec.dtype == "fp32" else 2, max(spec.chunk, bk, min(padded(spec.v), 128))
+    most = spec.chunk * max(spec.chunk + wide, 2 * bk) * size
+    return most if target.vendor == "hip" else most + spec.chunk * bk * size
+
+
 class Prepare(Family):
     name = "prefill_prepare"
     title = "chunk-local half of prefill: gate, decayed products, inverse, w and u"
@@ -102,24 +112,26 @@ class Prepare(Family):
             return f"a tile of {spec.chunk} x {bk} {spec.dtype} takes {tile} bytes, more than 65536"
         if schedule.warps and spec.chunk * bk > 128 * 32 * schedule.warps:
             return f"a tile of {spec.chunk} x {bk} fp32 needs more than 128 registers a thread with {schedule.warps} warps"
+        if target is not None and (need := operand_bytes(spec, bk, target)) > target.smem:
+            return f"products of {spec.chunk} x {bk} tiles take up to {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
-        """The sm90 form where there is one for the gate; else all channels at once, unless a tile grows too large."""
+        """The sm90 form where there is one for the gate; else all channels at once, unless a tile is too large there."""
         for form in ("gluon", "levels") if target is not None else ():
             schedule = Schedule.make(form=form, warps=4)
             if self.supports(spec, schedule, target) is None:
                 return schedule
-        kp = padded(spec.k)
-        if spec.dtype == "fp32":
-            return Schedule.make(bk=min(kp, 64 if spec.chunk <= 64 else 32), warps=4 if spec.chunk <= 64 else 8)
-        bk = min(kp, 128 if spec.chunk <= 64 else 64)
-        return Schedule.make(bk=bk, warps=4 if spec.chunk <= 64 else 8)
+        wide = (64 if spec.chunk <= 64 else 32) if spec.dtype == "fp32" else 128 if spec.chunk <= 64 else 64
+        widest = min(padded(spec.k), wide)
+        found = [Schedule.make(bk=bk, warps=4 if spec.chunk <= 64 else 8) for bk in (128, 64, 32, 16) if bk <= widest]
+        return next((one for one in found if self.supports(spec, one, target) is None), found[0])
 
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
         from kdagen import devices
 
-        return tuple(dict.fromkeys([self.default(spec), self.default(spec, devices.named("sm90"))]))
+        found = [self.default(spec)] + [self.default(spec, devices.named(arch)) for arch in sorted(devices.ARCHS)]
+        return tuple(dict.fromkeys(found))
 
     def load(self, spec: Spec, problem: Problem) -> tuple[int, int]:
         return max(1, problem.tokens * problem.heads // spec.chunk), 1

@@ -24,6 +24,19 @@ def stage_bytes(spec: Spec, bv: int) -> int:
     return spec.chunk * (3 * padded(spec.k) + bv + spec.chunk) * size
 
 
+def operand_bytes(spec: Spec, bv: int, target: Target) -> int:
+    """Shared memory of the loop without a pipeline, at most: the widest tile beside the rows that it is multiplied with.
+
+    Or the state's rows alone, in fp32 on their way between layouts. Compared with what Triton 3.6 allocates.
+    """
+    size, kp, wide = 4 if spec.dtype == "fp32" else 2, padded(spec.k), max(padded(spec.k), spec.chunk)
+    if target.vendor == "hip":
+        rows = 0 if bv == 32 and spec.chunk in (32, 64) else bv * wide  # 0: they stay in registers
+    else:
+        rows = 0 if spec.dtype == "fp32" else bv * (kp + spec.chunk)
+    return max((spec.chunk * wide + rows) * size, 4 * bv * wide)
+
+
 def refuse_rows(schedule: Schedule, rows: int) -> str | None:
     """The reason why an sm90 form cannot take so many rows of state (or of a map): it has 16 a warp, four or eight warps."""
     if rows not in (64, 128) or (schedule.warps and rows != 16 * schedule.warps):
@@ -64,6 +77,8 @@ class State(Family):
             need = schedule.stages * stage_bytes(spec, bv)
             if need > target.smem:
                 return f"{schedule.stages} stages take {need} bytes, more than {target.slug}'s {target.smem}"
+        if target is not None and not schedule.form and (need := operand_bytes(spec, bv, target)) > target.smem:
+            return f"products of {bv} rows take up to {need} bytes, more than {target.slug}'s {target.smem}"
         return None
 
     def default(self, spec: Spec, target: Target | None = None, problem: Problem | None = None) -> Schedule:
@@ -81,13 +96,15 @@ class State(Family):
                 return schedule
         wide = problem is not None and target is not None and problem.seqs * problem.heads * vp >= 80 * 128
         bv = min(vp, 128 if wide and kp <= 128 else 64 if kp <= 128 else 32)
-        warps = 8 if bv * kp > 64 * 128 else 4
-        for stages in (3, 2, 1):
-            schedule = Schedule.make(bv=bv, warps=warps, stages=stages)
-            fits = target is not None or stages * stage_bytes(spec, bv) < 220_000
-            if fits and self.supports(spec, schedule, target) is None:
-                return schedule
-        return Schedule.make(bv=min(bv, 16), warps=4, stages=1)
+        while True:
+            for stages in (3, 2, 1):
+                schedule = Schedule.make(bv=bv, warps=8 if bv * kp > 64 * 128 else 4, stages=stages)
+                fits = target is not None or stages * stage_bytes(spec, bv) < 220_000
+                if fits and self.supports(spec, schedule, target) is None:
+                    return schedule
+            if bv <= 16:
+                return Schedule.make(bv=bv, warps=4, stages=1)
+            bv //= 2
 
     def default_schedules(self, spec: Spec) -> Iterable[Schedule]:
         from kdagen import devices

@@ -63,7 +63,11 @@ class Batch:
         lens = np.asarray(seq_lens, np.int32)
         if len(lens) != len(query_lens):
             refuse("seq_lens", f"{len(lens)} entries", f"{len(query_lens)}, one for each of query_lens")
-        table = block_table if isinstance(block_table, torch.Tensor) else np.asarray(block_table, np.int32)
+        try:
+            table = block_table if isinstance(block_table, torch.Tensor) else np.asarray(block_table, np.int32)
+        except ValueError:  # numpy's, of rows that differ
+            refuse("block_table", f"rows of {[np.size(row) for row in block_table]} slots", "rows of one length",
+                   "Pad them with NULL_SLOT.")
         if isinstance(table, np.ndarray):
             table = to_device(table[:, None] if table.ndim == 1 else table, device)
         return cls(to_device(starts, device), starts, to_device(lens, device), lens, table,

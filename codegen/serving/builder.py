@@ -7,6 +7,8 @@ arguments; in any other order, row and token numbers go over in one transfer fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -47,8 +49,8 @@ class KDAMetadataBuilder:
             refuse("block_size", block_size, 'tokens of a cache block, a positive int, with cache_mode="align"')
         if chunk_size not in CHUNKS:
             refuse("chunk_size", chunk_size, f"one of {', '.join(map(str, CHUNKS))}")
-        if not conv_blocks:
-            refuse("conv_blocks", conv_blocks, f"at least one block size, such as ({CONV_BLOCK},)")
+        if not isinstance(conv_blocks, Sequence) or not conv_blocks:
+            refuse("conv_blocks", repr(conv_blocks), f"a sequence of at least one block size, such as ({CONV_BLOCK},)")
         if not isinstance(num_spec, int) or num_spec < 0:
             refuse("num_spec", num_spec, "the number of draft tokens a row may have, 0 or more")
         if staging is not None and (staging.columns != num_spec + 1 or staging.device != torch.device(device)):
@@ -112,7 +114,10 @@ class KDAMetadataBuilder:
                 self._mixed(metadata, batch, lens, seq_lens, mask, num_accepted_tokens)
         if self.staging is not None:
             self.staging.close_step(metadata)
-        if classes.num_prefills and (batch.checkpoints or self.cache_mode == "align"):
+        if classes.num_prefills == 0:
+            if batch.checkpoints:
+                checkpoints.refuse_row(batch.checkpoints[0][0], [])
+        elif batch.checkpoints or self.cache_mode == "align":
             rows = np.arange(classes.num_decodes, len(lens)) if mask is None else np.flatnonzero(~mask)
             metadata.checkpoint = checkpoints.plan(batch, metadata, rows, lens, seq_lens,
                                                    self.block_size if self.cache_mode == "align" else None)

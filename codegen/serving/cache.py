@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 
 import numpy as np
 import torch
 
-from kdagen.errors import KdagenError, refuse
+from kdagen.errors import ArgumentTypeError, KdagenError, refuse
+from kdagen.ops._common import FLOATS
 from kdagen.serving.batch import NULL_SLOT, to_device
 
 ZERO_POLICIES = ("allocate", "never")
@@ -30,8 +32,8 @@ class KDACache:
     """Pools of one layer.
 
     heads, k_dim, v_dim: the rank's own heads. channels: of the packed q|k|v. num_spec: k. state_dtype: float32, or
-    bfloat16 for half the traffic (the arithmetic stays fp32). zero: "allocate" zeroes slots when they are handed out,
-    "never" relies on ``has_initial_state`` alone. poison: fill freed slots with NaN, to prove that nothing reads them.
+    bfloat16 or float16 for half the traffic (the arithmetic stays fp32). zero: "allocate" zeroes slots when they are handed
+    out, "never" relies on ``has_initial_state`` alone. poison: fill freed slots with NaN, to prove that nothing reads them.
     """
 
     def __init__(self, slots: int, heads: int, k_dim: int, v_dim: int, channels: int, *, width: int = 4, num_spec: int = 0,
@@ -41,6 +43,9 @@ class KDACache:
             refuse("slots", slots, "at least 2: slot 0 is reserved for padding")
         if zero not in ZERO_POLICIES:
             refuse("zero", repr(zero), " or ".join(map(repr, ZERO_POLICIES)))
+        for name, dtype in (("state_dtype", state_dtype), ("conv_dtype", conv_dtype)):
+            if dtype not in FLOATS:
+                refuse(name, repr(dtype), " or ".join(map(str, FLOATS)), kind=ArgumentTypeError)
         self.recurrent = torch.zeros(slots, heads, v_dim, k_dim, dtype=state_dtype, device=device)
         self.conv = torch.zeros(slots, width - 1 + num_spec, channels, dtype=conv_dtype, device=device)
         self.device = self.recurrent.device
@@ -66,6 +71,8 @@ class KDACache:
 
     def allocate(self, count: int = 1) -> list[int]:
         """``count`` fresh slots; prefixes are forgotten, oldest use first, where no others are free."""
+        if not isinstance(count, Integral) or count < 0:
+            refuse("count", repr(count), "a number of slots, 0 or more")
         if count > self.free_slots:
             raise CacheFull(f"slots: got a request for {count}, expected at most {self.free_slots} of {self.slots - 1}. "
                             "Finish or preempt a request, or make the cache with more slots.")
@@ -89,6 +96,8 @@ class KDACache:
 
     def copy(self, source: int, target: int) -> None:
         """The whole state of one slot (recurrent and convolution) over another's."""
+        self._check_slot("source", source)
+        self._check_slot("target", target)
         for pool in (self.recurrent, self.conv):
             pool[target].copy_(pool[source])
 
@@ -106,12 +115,17 @@ class KDACache:
 
     def recall(self, prefix: Hashable, target: int) -> bool:
         """Copy the state kept after ``prefix`` into ``target``; False, and nothing done, where it is unknown."""
+        self._check_slot("target", target)
         slot = self._prefixes.get(prefix)
         if slot is None:
             return False
         self._prefixes.move_to_end(prefix)
         self.copy(slot, target)
         return True
+
+    def _check_slot(self, name: str, slot: int) -> None:
+        if not isinstance(slot, Integral) or not NULL_SLOT < slot < self.slots:
+            refuse(name, repr(slot), f"a slot, 1 to {self.slots - 1}", "Slot 0 is reserved for padding.")
 
     def _fill(self, slots: Sequence[int], value: float) -> None:
         if slots:

@@ -45,13 +45,19 @@ def plan(batch: Batch, metadata: KDAMetadata, rows: np.ndarray, lens: np.ndarray
     return CheckpointTable(device_offsets, torch.where(from_table, looked_up, device_slots), chosen, exported)
 
 
+def refuse_row(row: int, prefilled: list[int]) -> None:
+    """Say that a row with a wish is not one of those that are prefilled."""
+    which = f"one of {prefilled}" if prefilled else "of which there is none"
+    refuse("checkpoints", f"row {row}", f"a row that is prefilled at this step, {which}")
+
+
 def _asked_for(batch: Batch, rows: np.ndarray, lens: np.ndarray, chunk: int, offsets: np.ndarray, slots: np.ndarray) -> None:
     """Write the engine's own wishes over the plan; refuse those that no kernel can fulfil."""
     place = {int(row): i for i, row in enumerate(rows)}
     for wish in batch.checkpoints:
         row, offset, slot = wish
         if row not in place:
-            refuse("checkpoints", f"row {row}", f"a row that is prefilled at this step, one of {sorted(place)}")
+            refuse_row(row, sorted(place))
         length = int(lens[row])
         if not 0 < offset <= length:
             refuse("checkpoints", f"offset {offset} of row {row}", f"1 to {length}: it has {length} tokens in this step")

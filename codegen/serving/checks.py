@@ -37,6 +37,10 @@ def check_batch(builder: KDAMetadataBuilder, batch: Batch, starts: np.ndarray, s
         refuse("num_actual_tokens", batch.num_actual_tokens, f"at least {starts[-1]}, the last boundary", SCHEDULER)
     if seq_lens.shape != (rows,):
         _refuse_host("seq_lens_cpu_upper_bound", seq_lens, rows)
+    short = seq_lens < starts[1:] - starts[:-1]
+    if rows and short.item(row := short.argmax()):
+        refuse("seq_lens_cpu_upper_bound", f"{seq_lens[row]} for row {row}",
+               f"at least its {starts[row + 1] - starts[row]} tokens of this step", SCHEDULER)
     if prefilling is not None:
         if prefilling.shape != (rows,):
             _refuse_host("is_prefilling_cpu", prefilling, rows)

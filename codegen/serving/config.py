@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kdagen.errors import refuse
+from kdagen.families.recurrent import MAX_HEAD_DIM
+from kdagen.ops._common import check_number
 
 ALIGN = 64  # columns: every part of a projected row starts on 128 bytes in bf16
 
@@ -33,6 +35,10 @@ class KDAConfig:
             value = getattr(self, name)
             if (value is not None or name != "output_gate_rank") and (not isinstance(value, int) or value < 1):
                 refuse(name, repr(value), "an int of at least 1")
+        if self.head_dim > MAX_HEAD_DIM:
+            refuse("head_dim", self.head_dim, f"at most {MAX_HEAD_DIM}, as the kernels take")
+        check_number("lower_bound", self.lower_bound)
+        check_number("norm_eps", self.norm_eps)
         if self.conv_width not in (2, 3, 4):
             refuse("conv_width", self.conv_width, "2, 3 or 4")
         if self.lower_bound is not None and not -5 <= self.lower_bound < 0:

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from kdagen.errors import refuse
 from kdagen.serving import reference
 from kdagen.serving.batch import NULL_SLOT, Batch, Checkpoint, KDAMetadata
 from kdagen.serving.builder import KDAMetadataBuilder
@@ -82,6 +83,9 @@ class Engine:
         self._prefix_lengths: set[int] = set()
 
     def add(self, *requests: Request) -> None:
+        for request in requests:
+            if not request.prompt:
+                refuse("prompt", f"no tokens ({request.name})", "a prompt of at least one token")
         self.waiting.extend(sorted(requests, key=lambda request: request.arrival))
 
     @property
