@@ -48,6 +48,30 @@ class FastKernel:
         return compiled
 
 
+class InterpretedKernel:
+    """``InterpretedKernel(kernel)[grid](*args, **kwargs)``: a launch in Triton's interpreter, without numpy's warnings.
+
+    A kernel overflows, and multiplies what overflowed, in lanes that a select drops: on a GPU in silence.
+    """
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        import numpy as np  # as Triton's interpreter itself does
+
+        def launch(*args, **kwargs):
+            with np.errstate(all="ignore"):
+                return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
+
 class Handle(NamedTuple):
     """How to launch a compiled kernel.
 
@@ -139,9 +163,14 @@ def bind(grid, {', '.join([*names[:len(args)], *kwargs])}):
 
 
 def accelerate(module: ModuleType, names: set[str]) -> ModuleType:
-    """Put a FastKernel in the place of each named jit function of a module that dispatch has just loaded."""
+    """Put a FastKernel in the place of each named jit function of a module that dispatch has just loaded.
+
+    Under TRITON_INTERPRET=1 they are no JITFunctions: an InterpretedKernel takes their place.
+    """
     for name in names:
         kernel = getattr(module, name)
         if isinstance(kernel, JITFunction):
             setattr(module, name, FastKernel(kernel))
+        elif not isinstance(kernel, (FastKernel, InterpretedKernel)):
+            setattr(module, name, InterpretedKernel(kernel))
     return module

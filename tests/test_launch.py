@@ -1,13 +1,17 @@
 """The fast launch path's keys: they tell apart everything that Triton compiles differently. No GPU needed."""
 
 import itertools
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from kdagen.launch import FastKernel, make_binder
+from inputs import kda
+from kdagen import chunk_kda
+from kdagen.launch import FastKernel, InterpretedKernel, make_binder
 
 
 def kernel(p_x, p_y, n, step, scale, BLOCK, FLAG=False):
@@ -107,3 +111,26 @@ def test_keys_agree_with_tritons_own_specialisation(jit):
 
 def test_a_kernel_object_is_indexable_by_its_grid(jit):
     assert callable(FastKernel(jit)[(1,)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter was not on when the kernels were made")
+def test_interpreted_launches_hide_numpys_warnings_and_nothing_else_does(rng):
+    tensors, options = kda(rng, "bounded", T=70, H=1, K=16)
+    before = np.geterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        chunk_kda(**tensors, **options)
+        assert np.geterr() == before
+        with pytest.raises(RuntimeWarning):
+            np.exp2(np.float32(1000))
+
+
+def test_an_interpreted_kernel_gives_what_the_kernel_returns():
+    class Kernel:
+        fn = "its function"
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: (grid, args, kwargs, np.geterr()["over"])
+
+    kernel = InterpretedKernel(Kernel())
+    assert kernel[(2,)](1, BLOCK=4) == ((2,), (1,), {"BLOCK": 4}, "ignore") and kernel.fn == "its function"
