@@ -19,6 +19,7 @@ from kdagen.spec import Flag, Problem, Schedule, Spec, Target
 MAX_HEAD_DIM = 256
 LOWEST_BOUND = -5.0  # nats a token: the steepest bounded gate
 LEAF = 32            # rows of a factored leaf
+BARRIERS = 2048      # bytes that barriers of products and their alignment may take on NVIDIA
 HOPPER_TRITON = (3, 6), (3, 10)  # the Triton versions whose Gluon the sm90 forms are written for: from, below
 STRIDES = tuple(f"s{x}_{axis}" for x in ("q", "k", "v", "g", "beta") for axis in "th")
 
@@ -64,7 +65,7 @@ def operand_bytes(spec: Spec, bk: int, target: Target) -> int:
     """
     size, wide = 4 if spec.dtype == "fp32" else 2, max(spec.chunk, bk, min(padded(spec.v), 128))
     most = spec.chunk * max(spec.chunk + wide, 2 * bk) * size
-    return most if target.vendor == "hip" else most + spec.chunk * bk * size
+    return most if target.vendor == "hip" else most + spec.chunk * bk * size + BARRIERS
 
 
 class Prepare(Family):

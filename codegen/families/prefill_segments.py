@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
-from kdagen.families.prefill_prepare import padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.families.prefill_prepare import BARRIERS, padded, precision, refuse_hopper_form, refuse_sizes
 from kdagen.families.prefill_state import refuse_rows
 from kdagen.spec import Problem, Schedule, Spec, Target
 
@@ -29,9 +29,9 @@ def operand_bytes(spec: Spec, bm: int, target: Target) -> int:
     Compared with what Triton 3.6 allocates: 16-bit tiles on NVIDIA lie there two at a time, beside the rows.
     """
     kp = padded(spec.k)
-    if spec.dtype == "fp32" or target.vendor == "hip":
-        return kp * max(spec.chunk * (4 if spec.dtype == "fp32" else 2), 4 * bm)
-    return kp * max(2 * spec.chunk * 2 + bm * 2, 4 * bm)
+    alone = spec.dtype == "fp32" or target.vendor == "hip"
+    tile = spec.chunk * (4 if spec.dtype == "fp32" else 2) if alone else 2 * (2 * spec.chunk + bm)
+    return kp * max(tile, 4 * bm) + (BARRIERS if target.vendor == "cuda" else 0)
 
 
 def combine_bytes(spec: Spec) -> int:

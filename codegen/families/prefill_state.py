@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kdagen.families.base import Family, Kernel, next_power_of_2, pointers
-from kdagen.families.prefill_prepare import gluon_tile, padded, precision, refuse_hopper_form, refuse_sizes
+from kdagen.families.prefill_prepare import BARRIERS, gluon_tile, padded, precision, refuse_hopper_form, refuse_sizes
 from kdagen.spec import Problem, Schedule, Spec, Target
 
 STRIDES = ("so_t", "so_h", "sin_n", "sin_h", "sout_n", "sout_h", "sck_n", "sck_h")
@@ -34,7 +34,7 @@ def operand_bytes(spec: Spec, bv: int, target: Target) -> int:
         rows = 0 if bv == 32 and spec.chunk in (32, 64) else bv * wide  # 0: they stay in registers
     else:
         rows = 0 if spec.dtype == "fp32" else bv * (kp + spec.chunk)
-    return max((spec.chunk * wide + rows) * size, 4 * bv * wide)
+    return max((spec.chunk * wide + rows) * size, 4 * bv * wide) + (BARRIERS if target.vendor == "cuda" else 0)
 
 
 def refuse_rows(schedule: Schedule, rows: int) -> str | None:
