@@ -22,6 +22,16 @@ def permitted() -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
+def own_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """A new stream that nobody else has: torch.cuda.Stream() gives out the same 32 again and again."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(ctypes.byref(handle), 1, priority)  # 1: not blocking
+    if status:
+        raise RuntimeError(f"kdagen: cuStreamCreateWithPriority failed with CUresult {status}")
+    return torch.cuda.ExternalStream(handle.value, device=device)
+
+
 @cache
 def _exchange() -> Callable:
     """The driver's function that swaps this thread's capture mode for another."""

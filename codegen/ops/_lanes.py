@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from kdagen.ops._captures import is_capturing, permitted
+from kdagen.ops._captures import is_capturing, own_stream, permitted
 from kdagen.ops._lasting import lasting
 from kdagen.ops._prefill_cut import HIGH, MAIN, MAPS, SIDE
 
-PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5}  # the state pass and the maps: their programs are placed first
+GRAPH = "graph"  # the stream that a call is captured on
+PRIORITY = {SIDE: 0, HIGH: -5, MAPS: -5, GRAPH: 0}  # the state pass and the maps: their programs are placed first
 MAX_CALLS = 1024  # bound calls that a thread remembers on a device
 GRAPH_AT = 4      # the time that a call comes with the same addresses at which it becomes a graph: that costs as much as a
 #                   replay saves in three or four calls, and most calls never come again
@@ -44,22 +45,28 @@ class Bound:
 class Lanes:
     """The streams and events of one thread on one device, made once and used again by every call.
 
-    Threads do not share them: a wait takes up the latest record of its event, whoever made that.
+    Threads do not share them: a wait takes up the latest record of its event, whoever made that, and what is put on a
+    stream that another thread captures takes part in that capture instead of being done. When the thread ends, the streams
+    go to the next one that has none.
     """
 
     def __init__(self, device: int):
         self.device = device
-        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.spare = _SPARE.setdefault(device, [])
+        self.streams: dict[str, torch.cuda.Stream] = self.spare.pop() if self.spare else {}
         self.events: list[torch.cuda.Event] = []
         self.calls: dict[tuple, Bound] = {}  # by layout and all addresses
 
+    def __del__(self):
+        self.spare.append(self.streams)
+
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A stream of _prefill_cut's names: the current one, or one of the thread's own."""
+        """A stream of _prefill_cut's names, or GRAPH: the current one, or one of the thread's own."""
         if name == MAIN:
             return torch.cuda.current_stream(self.device)
         found = self.streams.get(name)
         if found is None:
-            found = self.streams[name] = torch.cuda.Stream(self.device, priority=PRIORITY[name])
+            found = self.streams[name] = own_stream(self.device, PRIORITY[name])
         return found
 
     def keep(self, key: tuple, bound: Bound) -> None:
@@ -72,7 +79,7 @@ class Lanes:
         many. Nothing runs yet; other threads may go on meanwhile, and capture graphs of their own."""
         if len(_GRAPHS) >= MAX_GRAPHS:
             return None
-        with permitted(), torch.cuda.stream(self.streams.setdefault("graph", torch.cuda.Stream(self.device))):
+        with permitted(), torch.cuda.stream(self.stream(GRAPH)):
             functions = bind(self)
             if functions is None:
                 return None
@@ -99,6 +106,7 @@ class Lanes:
 
 
 _LOCAL = threading.local()
+_SPARE: dict[int, list[dict[str, torch.cuda.Stream]]] = {}
 _GRAPHS: list[torch.cuda.CUDAGraph] = []
 
 

@@ -176,8 +176,8 @@ def test_pools_padding_and_neighbours_of_nan(rng, dtype):
                      has_initial=torch.tensor([True, False, True, True, True]).cuda())
     out, _ = run(call)
     assert error(out[:, :70], want[0][:, :70]) < 6e-3 and error(out[:, 75:205], want[0][:, 75:205]) < 6e-3
-    for n, slot in ((0, 2), (2, 5)):  # a bf16 pool rounds: 2^-9
-        assert error(pool[slot].float(), want[1][n]) < (4e-3 if dtype == torch.float32 else 5e-3)
+    for n, slot in ((0, 2), (2, 5)):  # of a single state; a bf16 pool rounds too
+        assert error(pool[slot].float(), want[1][n]) < (5e-3 if dtype == torch.float32 else 6e-3)
     assert (out[:, 205:] == 0).all(), "outputs of a padding sequence"
     assert out[:, 70:75].isnan().all()
     for slot in (0, 1, 3, 6, 7, 8):
@@ -193,7 +193,7 @@ def test_checkpoints(rng, cut):
     run(make_call(x, [200, 64], ckpt_offsets=offsets, ckpt_slots=slots, ckpt_pool=pool), cut)
     for slot, first, last in ((1, 0, 64), (2, 0, 192), (3, 200, 264)):
         part = [t[:, first:last] for t in x[:5]] + x[5:]
-        assert error(pool[slot], oracle(part, [last - first])[1][0]) < 4e-3
+        assert error(pool[slot], oracle(part, [last - first])[1][0]) < 5e-3
     assert (pool[[0, 4, 5, 6, 7]] == 7).all(), "slots that no checkpoint names"
 
 
@@ -305,15 +305,29 @@ def test_graphs_are_made_and_calls_forgotten_beside_a_capture_of_another_thread(
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work, 1).result()  # torch itself must not need new memory while another thread captures
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()  # torch.cuda.graph would empty the allocator's cache
             x += 1
             made = pool.submit(work, _lanes.GRAPH_AT + 1).result()
             x += 1
+            graph.capture_end()
     graph.replay()
     torch.cuda.synchronize()
     assert made == len(calls) and (x == 2).all()
     for call, (out, state) in zip(calls, wanted):
         assert torch.equal(out, call.out) and torch.equal(state, call.h_out)
+
+
+def test_no_stream_is_shared_with_torchs_pool(rng):
+    """What others put on a stream of torch's pool while a call is captured would be captured, and not done."""
+    cut = CUTS["both"]
+    call = make_call(inputs(rng, 64 * 24, 4), [64 * 24])
+    for _ in range(_lanes.GRAPH_AT + 1):
+        run(call, cut)
+    mine = {stream.cuda_stream for stream in _lanes.lanes(0).streams.values()}
+    assert len(mine) == 4
+    for priority in (0, -1, -5):
+        assert mine.isdisjoint({torch.cuda.Stream(priority=priority).cuda_stream for _ in range(64)})
 
 
 def test_what_follows_on_the_stream_waits_for_the_other_streams(rng):
