@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -30,19 +30,17 @@ class IntermediateStates:
         counts = [-(-(end - start) // chunk_size) for start, end in pairwise(edges)]
         columns = max([*counts, 1])
         inner = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        firsts, offsets, slots = [], [], []
-        for count in counts:
-            first = sum(counts[:len(firsts)])
-            firsts.append(first)
+        *firsts, self.total = accumulate(counts, initial=0)
+        offsets, slots = [], []
+        for first, count in zip(firsts, counts):
             offsets.append([min(i + 1, max(count - 1, 0)) * chunk_size if i + 1 < count else 0 for i in range(columns)])
             slots.append([first + i + 1 if i + 1 < count else -1 for i in range(columns)])
-        self.pool = torch.zeros(max(sum(counts), 1), v.shape[2], *inner, dtype=torch.float32, device=q.device)
+        self.pool = torch.zeros(max(self.total, 1), v.shape[2], *inner, dtype=torch.float32, device=q.device)
         to_device = lambda rows: torch.tensor(rows, dtype=torch.int32).to(q.device, non_blocking=True)
         self.offsets, self.slots = to_device(offsets), to_device(slots)
         if initial_state is not None:
             rows = [n for n, count in enumerate(counts) if count]
             self.pool[to_device([firsts[n] for n in rows]).long()] = initial_state[to_device(rows).long()]
-        self.total = sum(counts)
 
     def arguments(self) -> dict:
         return {"checkpoint_offsets": self.offsets, "checkpoint_slots": self.slots, "state_pool": self.pool}
