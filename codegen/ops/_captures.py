@@ -14,7 +14,8 @@ import torch
 def permitted() -> Iterator[None]:
     """Allows this thread what else is forbidden while another one captures, and would break that one's capture: to ask for
     an event, to make a graph. What is done here takes no part in a capture."""
-    mode, exchange = ctypes.c_int(2), _exchange()  # relaxed
+    exchange = driver("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode") or (lambda mode: None)
+    mode = ctypes.c_int(2)  # relaxed
     exchange(ctypes.byref(mode))
     try:
         yield
@@ -24,23 +25,22 @@ def permitted() -> Iterator[None]:
 
 def own_stream(device: int, priority: int) -> torch.cuda.Stream:
     """A new stream that nobody else has: torch.cuda.Stream() gives out the same 32 again and again."""
-    handle = ctypes.c_void_p()
+    handle, create = ctypes.c_void_p(), driver("cuStreamCreateWithPriority", "hipStreamCreateWithPriority")
     with torch.cuda.device(device):
-        status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(ctypes.byref(handle), 1, priority)  # 1: not blocking
+        status = create(ctypes.byref(handle), 1, priority)  # 1: not blocking
     if status:
         raise RuntimeError(f"kdagen: cuStreamCreateWithPriority failed with CUresult {status}")
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 @cache
-def _exchange() -> Callable:
-    """The driver's function that swaps this thread's capture mode for another."""
-    library, function = (("libamdhip64.so", "hipThreadExchangeStreamCaptureMode") if torch.version.hip
-                         else ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"))
+def driver(cuda: str, hip: str) -> Callable | None:
+    """The driver's function of this name, or None: there is no device, or its driver has no such function."""
+    library, name = ("libamdhip64.so", hip) if torch.version.hip else ("libcuda.so.1", cuda)
     try:
-        return getattr(ctypes.CDLL(library), function)
-    except OSError:  # no device
-        return lambda mode: None
+        return getattr(ctypes.CDLL(library), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:

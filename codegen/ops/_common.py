@@ -35,9 +35,16 @@ def register(schema: str, implementation: Callable, fake: Callable):
 MEMO_ENTRIES = 4096  # layouts of arguments that an op remembers; more than any engine has
 
 
-def layouts(tensors: tuple) -> tuple:
-    """All that checks look at, cheap to compute and to hash: the key by which a call is remembered as right."""
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+def layouts(names: tuple[str, ...], tensors: tuple) -> tuple:
+    """All that checks look at, cheap to compute and to hash: the key by which a call is remembered as right.
+
+    What is neither None nor a tensor is refused by its name.
+    """
+    try:
+        return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
+    except AttributeError:
+        check_tensors(names, tensors)
+        raise
 
 
 def target_of(index: int) -> Target:

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from kdagen.ops._captures import driver
 from kdagen.ops._lasting import lasting
 
 BLOCK = 1 << 20  # counters of a block: 4 MB, 128 captures of 256 sequences and 32 heads
@@ -126,22 +126,10 @@ def _captured(device: torch.device, index: int, stream: int, counters: int) -> t
     return found
 
 
-@cache
-def _capture_info():
-    """The driver's function that tells captures apart, or None."""
-    library, function = (("libamdhip64.so", "hipStreamGetCaptureInfo_v2") if torch.version.hip
-                         else ("libcuda.so.1", "cuStreamGetCaptureInfo_v2"))
-    try:
-        found = getattr(ctypes.CDLL(library), function)
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = [ctypes.c_void_p] * 6
-    return found
-
-
 def _capture_number(stream: int) -> int | None:
     """The process-wide number of the capture that a stream is in, or None if the driver does not say."""
-    ask, status, number = _capture_info(), ctypes.c_int(), ctypes.c_uint64()
-    if ask is None or ask(stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None):
+    ask = driver("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2")
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    if ask is None or ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None):
         return None
     return number.value if status.value == 1 else None

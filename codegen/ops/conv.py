@@ -13,7 +13,6 @@ from kdagen.ops._common import (
     DTYPE_NAMES,
     MEMO_ENTRIES,
     check_interpretable,
-    check_tensors,
     layouts,
     on_device,
     register,
@@ -110,11 +109,7 @@ def causal_conv1d(
 def _run(x, weight, bias, out, cu_seqlens, batch_ptr, block_ptr, tot, block_m, pool, indices, has, initial, pad_slot, silu,
          checked) -> None:
     tensors = (x, weight, bias, out, cu_seqlens, pool, indices, has)
-    try:
-        key = "prefill", layouts(tensors), block_m
-    except AttributeError:
-        check_tensors(_PROMPTS, tensors)
-        raise
+    key = "prefill", layouts(_PROMPTS, tensors), block_m
     if checked and out.data_ptr() == x.data_ptr() and x.numel():
         refuse("out", "x itself", "a buffer of its own", "A block's history is read after its neighbour was written.")
     plan = _LAYOUTS.get(key)
@@ -193,11 +188,7 @@ def causal_conv1d_update(
 
 def _run_update(x, pool, weight, bias, out, boundaries, indices, accepted, has, pad_slot, silu, checked) -> None:
     tensors = (x, pool, weight, bias, out, boundaries, indices, accepted, has)
-    try:
-        key = "update", layouts(tensors)
-    except AttributeError:
-        check_tensors(_STEPS, tensors)
-        raise
+    key = "update", layouts(_STEPS, tensors)
     plan = _LAYOUTS.get(key)
     if plan is None or not x.is_cuda:
         if checked:

@@ -153,11 +153,7 @@ def _run(
     """The op itself: writes out and final_state. With state_indices, final_state is the pool, also read."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens, state_indices, num_accepted,
                has_initial)
-    try:
-        key = layouts(tensors), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first
-    except AttributeError:
-        check_tensors(_TENSORS, tensors)
-        raise
+    key = layouts(_TENSORS, tensors), scale, lower_bound, pad_slot, raw_gate, l2norm, beta_sigmoid, neg_eigval, v_first
     plan = _MEMO.get(key)
     known = plan is not None and q.is_cuda
     if not known:

@@ -20,7 +20,6 @@ from kdagen.ops._common import (
     check_interpretable,
     check_number,
     check_shape,
-    check_tensors,
     layouts,
     on_device,
     register,
@@ -126,11 +125,7 @@ def _run(
     """The op itself: writes out and both pools."""
     tensors = (qkv, z, g, beta, out, conv_pool, conv_weight, conv_bias, pool, state_indices, num_accepted, has_initial,
                A_log, dt_bias, norm_weight)
-    try:
-        key = layouts(tensors), scale, lower_bound, eps, pad_slot, neg_eigval, v_first
-    except AttributeError:
-        check_tensors(_TENSORS, tensors)
-        raise
+    key = layouts(_TENSORS, tensors), scale, lower_bound, eps, pad_slot, neg_eigval, v_first
     plan = _MEMO.get(key)
     known = plan is not None and qkv.is_cuda
     if not known:

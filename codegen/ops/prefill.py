@@ -14,7 +14,6 @@ from kdagen.ops._common import (
     check_device,
     check_interpretable,
     check_shape,
-    check_tensors,
     layouts,
     on_device,
     register,
@@ -174,11 +173,7 @@ def _run(
     """The op itself: writes out, final_state, and slots of state_pool."""
     tensors = (q, k, v, g, beta, out, initial_state, final_state, state_pool, read_slots, write_slots, has_initial,
                ckpt_offsets, ckpt_slots, cu_seqlens, A_log, dt_bias)
-    try:
-        key = layouts(tensors), lower_bound, chunk, raw_gate, v_first, batch_invariant
-    except AttributeError:
-        check_tensors(_TENSORS, tensors)
-        raise
+    key = layouts(_TENSORS, tensors), lower_bound, chunk, raw_gate, v_first, batch_invariant
     kernels = _MEMO.get(key)
     B, T, H, K = q.shape
     HV, V = v.shape[-2:]
